@@ -18,10 +18,10 @@ from seqpart.errors import (
 )
 
 if TYPE_CHECKING:
-    from seqpart.config import Settings
     from seqpart.data.padding import Padding
     from seqpart.model.weight_files import parameters_on_meta
     from seqpart.runtime.result import Evaluation, Result
+    from seqpart.settings import Settings
     from seqpart.trainer import Trainer
 
 __all__ = [
@@ -45,13 +45,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """What needs torch, 2 s, is loaded when it is first asked for: help and errors do not need it."""
     if name in ("Evaluation", "Padding", "Result", "Settings", "Trainer", "parameters_on_meta"):
-        from seqpart import config, trainer
+        from seqpart import settings, trainer
         from seqpart.data import padding
         from seqpart.model import weight_files
         from seqpart.runtime import result
 
         globals().update(
-            Evaluation=result.Evaluation, Padding=padding.Padding, Result=result.Result, Settings=config.Settings,
+            Evaluation=result.Evaluation, Padding=padding.Padding, Result=result.Result, Settings=settings.Settings,
             Trainer=trainer.Trainer, parameters_on_meta=weight_files.parameters_on_meta,
         )  # fmt: skip
         return globals()[name]

@@ -8,7 +8,6 @@ tools/write_options.py writes for editors and type checkers.
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
@@ -22,20 +21,14 @@ from seqpart.fields import (
     PerPartition,
     Positive,
     as_text,
-    checked_value,
     flag_of,
-    joined,
     note_of,
-    out_of_range,
-    said_of,
     values_of,
 )
 from seqpart.model.losses import LossName
 from seqpart.model.scheduler import SchedulerFactory
 from seqpart.schedule import lengths
-from seqpart.schedule.best import criterion_of
-from seqpart.schedule.learning_rate import rate_schedule
-from seqpart.text import refuse_unusable, short
+from seqpart.text import short
 from seqpart.units import parse_size
 
 Method = Literal["auto", "sil", "ist", "streamed", "checkpointed", "full", "psl"]
@@ -47,8 +40,6 @@ TrackerName = Literal["tensorboard", "wandb"]
 
 MOST = 10**9
 """Epochs, or rows of a batch: whoever gives more has mistyped."""
-APPROXIMATE = ("sil", "ist")
-"""Methods that do not have the bits of plain training."""
 WITH_DIRECTIONS = ("orthogonal", "prototype")
 """Objectives that have --prototype-scale, and tell classes apart by directions."""
 SIZE = Note(expected="a size such as 2GB, 1.5GiB, 0.8 (a share) or auto", metavar="SIZE")
@@ -117,11 +108,6 @@ class Limits:
             return parse_size(self.tile)
         except OptionError:
             raise _unreadable("tile", self.tile) from None
-
-    @property
-    def divides_weights(self) -> str:
-        """What cuts weights into pieces that are updated one by one; "" where nothing is known to."""
-        return f"method {self.method}" if self.method in ("psl", "ist") else "--tile" if self.tile_bytes else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,124 +351,22 @@ class Ist:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Ist, Recovery, Sil, Output, Files, Data, Testing, Optimizer, Loop, Limits):
-    """Settings of a training run: the options of all groups, of which Limits come first. Where it says "per partition", a
-    tuple gives each partition its own value: (5, 160) in Python, `5,160` on the command line.
+class Config(Ist, Recovery, Sil, Output, Files, Data, Testing, Optimizer, Loop, Limits):
+    """The options of all groups, of which Limits come first; `seqpart.settings.Settings` are those that have been checked.
 
-    Raises OptionError for values of another type, out of range, or that contradict each other, and where `method` is missing.
+    Where it says "per partition", a tuple gives each partition its own value: (5, 160) in Python, `5,160` on the command line.
     """
 
-    def __post_init__(self) -> None:
-        """Take every value as its field's type has it; all that is wrong is said at once."""
-        if self.method is None:
-            raise OptionError(NO_METHOD)
-        problems, hints = list[str](), hints_of(type(self))
-        for field in fields(self):
-            value = getattr(self, field.name)
-            try:
-                value = checked_value(field.name, value, hints[field.name])
-                if isinstance(value, Path):
-                    refuse_unusable(flag_of(field.name), value)
-            except OptionError as error:
-                problems.append(error.with_flags)
-                value = "sil" if field.name == "method" else field.default
-            object.__setattr__(self, field.name, value)
-        epochs = tuple(map(lengths.whole_where_it_is, values_of(self.epochs)))
-        object.__setattr__(self, "epochs", epochs if isinstance(self.epochs, tuple) else epochs[0])
-        _ = self.saving, self.partition_choice(), self.tile_bytes, self.tests, criterion_of(self.best_by)
-        if isinstance(self.lr_schedule, str):
-            rate_schedule(self.lr_schedule, self.warmup_updates)
-        problems += self._contradictions()
-        problems += filter(None, (out_of_range(name, getattr(self, name), hint) for name, hint in hints.items()))
-        if problems:
-            raise OptionError(joined(problems))
-
-    def _contradictions(self) -> Iterator[str]:
-        """What does not go together, in words."""
-        method, sil, exact = self.method, self.method == "sil", self.method not in APPROXIMATE
-        if self.weights_partial and self.weights is None:
-            yield "--weights-partial goes with --weights. Leave it out"
-        for group in (Sil, Ist):
-            for name in given_of(group, self) if method != group.heading else ():
-                yield f"{flag_of(name)} goes with --method {group.heading} only; found --method {method}. Leave it out"
-        if method == "ist" and self.subnets is None:
-            yield "--method ist needs --subnets: how many parts the network is divided into"
-        if method == "ist" and self.tile_bytes:
-            yield "--tile goes with exact methods; method ist divides large layers itself"
-        if sil and self.kappa is not None and self.objective_name != "mse":
-            yield f"--kappa goes with --objective mse; found --objective {self.objective_name}"
-        if sil and self.prototype_scale is not None and self.objective_name not in WITH_DIRECTIONS:
-            directions = " or ".join(WITH_DIRECTIONS)
-            yield f"--prototype-scale goes with --objective {directions}; found --objective {self.objective_name}"
-        if self.views > 1 and self.sil_inputs == "synthetic":
-            yield "--cached-views goes with --sil-inputs cached. Leave one of the two out"
-        if self.recovery_epochs and not sil:
-            yield f"--recovery-epochs goes with --method sil only; found {method}"
-        for name in () if self.recovery_epochs else given_of(Recovery, self):
-            yield f"{flag_of(name)} goes with --recovery-epochs only. Leave it out"
-        if self.warmup_updates and not isinstance(self.lr_schedule, str):
-            yield "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
-        if self.ema is not None and not 0 < self.ema < 1:
-            yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {self.ema}"
-        if self.ema is not None and method == "ist":
-            yield "--ema goes with no --method ist, whose subnets are other neurons in every round. Leave one out"
-        if self.ema is not None and self.recovery_epochs:
-            yield "--ema goes with no --recovery-epochs, which begins with an optimizer of its own. Leave one out"
-        yield from self._lengths(exact=exact)
-        for name in ("clip_grad_norm", "partitions", "tile") if method == "psl" else ():
-            if getattr(self, name) not in (None, "auto", "never"):
-                why = "whose gradients and partitions are those of pairs of scores"
-                yield f"{flag_of(name)} does not go with --method psl, {why}. Leave it out"
-        if method == "psl" and self.loss not in (None, "psl"):
-            yield f"--method psl trains by --loss psl; found --loss {self.loss}. Leave it out"
-        if self.divides_weights and "adafactor" in values_of(self.optimizer):
-            yield f"--optimizer adafactor looks at a weight as a whole, and {self.divides_weights} divides it. Take another"
-        if method == "full" and self.partitions not in ("auto", 1):
-            yield f"--partitions: method {method} has one partition; found {as_text(self.partitions)!r}"
-
-    def _lengths(self, *, exact: bool) -> Iterator[str]:
-        """What does not go together about the run's length and its evaluations."""
-        method, epochs = self.method, values_of(self.epochs)
-        if self.eval_every is not None and self.test_every is not None:
-            yield "--eval-every and --test-every say the same of updates and of epochs. Leave one out"
-        if self.max_steps is not None and self.epochs != Settings.epochs:
-            yield "--max-steps comes in the place of --epochs: leave one out"
-        for flag, given in (("--early-stopping", self.early_stopping is not None), ("--keep-best", self.keep_best)):
-            if given and exact and self.tests == lengths.AT_THE_END:
-                yield f"{flag} needs evaluations to compare: give --eval-every"
-            elif given and not exact:
-                yield f"{flag} goes with exact methods; found --method {method}. Leave it out"
-        if exact:
-            return
-        if self.max_steps is not None:
-            yield f"--max-steps goes with exact methods; method {method} trains its parts for whole --epochs. Leave it out"
-        if not all(float(number).is_integer() for number in epochs):
-            yield f"--epochs: method {method} trains its parts for whole epochs; found {', '.join(map(str, epochs))}"
-        if lengths.interval_of(self.eval_every, None).updates is not None:
-            yield f"--eval-every: method {method} is tested between epochs; give it as '1 epoch'"
-
-    @classmethod
-    def of(cls, **options: Any) -> Self:
-        """Settings from options by name. Raises OptionError for a name that is not a setting, and where no limit is given."""
-        names = {field.name for field in fields(cls)}
-        if unknown := sorted(set(options) - names):
-            known = sorted({*names, "quiet"})  # which Trainer takes beside them
-            said = said_of(unknown, known, IN_PYTHON)
-            raise OptionError(f"unknown setting(s): {said}" + ("" if said.endswith("?") else f" Known: {', '.join(known)}."))
-        if "mem_limit" not in options:
-            raise OptionError(NO_LIMIT)
-        return cls(**options)
-
     def values(self) -> dict[str, Any]:
-        """Every setting by its name; of a job of the command those of its run alone."""
-        return {field.name: getattr(self, field.name) for field in fields(Settings)}
+        """Every option by its name; of a job of the command those of its run alone."""
+        return {field.name: getattr(self, field.name) for field in fields(Config)}
 
     def texts(self) -> dict[str, str]:
-        """Every setting as the command line would have it: what checkpoints say."""
+        """Every option as the command line would have it: what checkpoints say."""
         return {name: as_text(value) for name, value in self.values().items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Every setting as JSON has it: numbers as numbers, several values as a list, a path as text, a function by name."""
+        """Every option as JSON has it: numbers as numbers, several values as a list, a path as text, a function by name."""
         found = self.values()
         return {name: as_text(value) if isinstance(value, Path) or callable(value) else value for name, value in found.items()}
 
@@ -491,24 +375,14 @@ class Settings(Ist, Recovery, Sil, Output, Files, Data, Testing, Optimizer, Loop
         paths: dict[str, Any] = {name: path.absolute() for name, path in self.values().items() if isinstance(path, Path)}
         return replace(self, **paths)
 
-    @property
-    def loss_name(self) -> LossName | None:
-        return "psl" if self.method == "psl" and self.loss is None else self.loss
 
-    @property
-    def shuffles(self) -> bool:
-        if self.shuffle == "auto":
-            return self.method != "sil" or self.objective_name != "mse"
-        return self.shuffle
-
-
-GROUPS: tuple[Any, ...] = tuple(reversed(Settings.__bases__))
+GROUPS: tuple[Any, ...] = tuple(reversed(Config.__bases__))
 """The groups of the options, as they stand above."""
 
 
-def given_of(group: type[Sil | Ist | Recovery], settings: Settings) -> list[str]:
+def given_of(group: type[Any], config: Config) -> list[str]:
     """The options of a group that have a value."""
-    return [field.name for field in fields(group) if getattr(settings, field.name) != field.default]
+    return [field.name for field in fields(group) if getattr(config, field.name) != field.default]
 
 
 def hints_of(kind: type[Any]) -> dict[str, Any]:
@@ -518,4 +392,4 @@ def hints_of(kind: type[Any]) -> dict[str, Any]:
 
 
 def _unreadable(name: str, found: object) -> OptionError:
-    return OptionError(f"{flag_of(name)}: expected {note_of(hints_of(Settings)[name]).expected}; found {short(found)}.")
+    return OptionError(f"{flag_of(name)}: expected {note_of(hints_of(Config)[name]).expected}; found {short(found)}.")

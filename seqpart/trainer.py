@@ -17,10 +17,10 @@ from seqpart.arguments import (
     refuse_options_beside,
 )
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
-from seqpart.config import Settings
 from seqpart.data.loaders import for_data, test_rows, training_rows, with_loader
 from seqpart.data.padding import Padding, as_padding
 from seqpart.data.reading import with_fewer_workers
+from seqpart.data.source import Source
 from seqpart.data.splits import Split, as_split, first_rows, tested_on
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
@@ -29,7 +29,6 @@ from seqpart.device.usage import MemoryUsage, highest
 from seqpart.errors import Interrupted, OptionError
 from seqpart.fields import values_of
 from seqpart.interrupts import like_ctrl_c
-from seqpart.methods import methods_named
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.inspection import KeptModes
 from seqpart.model.losses import LossChoice
@@ -56,6 +55,7 @@ from seqpart.runtime.tracking import tracked
 from seqpart.runtime.training_session import TrainingSession, largest_batch, loop_settings, rows_of_a_window
 from seqpart.runtime.weight_store import refuse_taken_places
 from seqpart.schedule.lengths import refuse_untested
+from seqpart.settings import Settings
 from seqpart.store.scratch import own_folder
 from seqpart.units import format_size
 
@@ -171,10 +171,13 @@ class Trainer:
         with translate_oom(self.device, "the data were looked at"):
             asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
             padding = for_data(self._padding, (train, test))
-            rows = training_rows(train, asked, padding=padding)
+            methods = asked.methods
+            rows = training_rows(train, asked, padding=padding, whole=methods[0].alone)
+            if isinstance(rows.source, Source):
+                methods[0].refuse_source(rows.source)
             self.settings = with_loader(asked, rows)
             self._asked = self.settings, asked
-            return rows, test_rows(test, rows, self.settings, padding)
+            return rows, test_rows(test, rows, self.settings, padding, whole=not all(method.stays for method in methods))
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Planner], plan: Callable[[Planner], ExecutionPlan],
@@ -206,8 +209,7 @@ class Trainer:
         if again is not None or asked is not None:
             return (again.tile if again is not None else possible_tile(self.model, asked or 0),)
         streams = any(
-            method.exact and method.cuts and not (method.stays or method.in_pairs)
-            for method in methods_named(self.settings.method)
+            method.exact and method.cuts and not (method.stays or method.in_pairs) for method in self.settings.methods
         )
         # Adafactor looks at a weight as a whole, and so may what a function returns.
         alone = self._optimizer is None and "adafactor" not in values_of(self.settings.optimizer)
@@ -223,7 +225,7 @@ class Trainer:
 
     @property
     def _in_pairs(self) -> bool:
-        return methods_named(self.settings.method)[0].in_pairs
+        return self.settings.methods[0].in_pairs
 
     @property
     def scratch_parent(self) -> Path:
@@ -319,7 +321,7 @@ class Trainer:
 
         Raises what `fit` raises.
         """
-        split = training_rows(data, self.settings, "evaluation", for_data(self._padding, (data,)), tested=True)
+        split = training_rows(data, self.settings, "evaluation", for_data(self._padding, (data,)), whole=True)
         return self._evaluated(f"evaluation of {split.count} rows", split, weights, compute_metrics)
 
     def _evaluated(

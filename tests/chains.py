@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from seqpart.data.row_packs import RowPack
+from seqpart.methods import METHODS
 from seqpart.model.packs import Value
 from seqpart.plan.problem import Problem
 from seqpart.profile.blocks import BlockCost
@@ -45,7 +46,8 @@ def problem_of(blocks, limit, *, micro_batch, starts, speeds):
     states = [Layout.of([TensorSpec(name="m", shape=(2 * cost.weights // 4,), dtype=torch.float32)]) for cost in blocks]
     return Problem(
         chain=[SimpleNamespace(number=number, tied=()) for number in range(len(blocks))], device="a test", host_counts=False,
-        limit=limit, runtime=0, growth=0, costs_at=lambda _: blocks, counted_at=lambda _: blocks, states=states,
+        limit=limit, method=METHODS["sil"], runtime=0,
+        growth=0, costs_at=lambda _: blocks, counted_at=lambda _: blocks, states=states,
         loss_of=lambda _: lambda _: (0, 0), fused=True, heap_below=0, batch_size=16, the_batch=16, micro_batch=micro_batch,
         starts=starts, count=None, speeds=speeds, clips=False, boundary_tiers=("device",), host_room=0, label_row=0,
         input_row=rows, row_pack=lambda _: RowPack.of_one(0, rows), cuts_behind=lambda _: True, train_rows=32, test_rows=8,

@@ -17,10 +17,11 @@ from torch import nn
 
 import seqpart
 from seqpart import BadInput, Trainer
-from seqpart.config import IN_PYTHON, Settings
+from seqpart.config import IN_PYTHON
 from seqpart.errors import OptionError
 from seqpart.fields import per_partition
 from seqpart.options import Options
+from seqpart.settings import Settings
 from tools import write_options
 
 

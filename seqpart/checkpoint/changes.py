@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from seqpart.config import Settings
 from seqpart.errors import OptionError
 from seqpart.fields import flag_of
+from seqpart.methods import METHODS
 from seqpart.schedule.lengths import interval_of
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.steps import Position
+from seqpart.settings import Settings
 
 FREE = {
     "mem_limit", "ram_limit", "offload_dir", "output_dir", "overwrite", "save_every", "partitions", "micro_batch_size",
@@ -25,8 +26,6 @@ TUNED = {
     "early_stopping",
 }  # fmt: skip
 """Settings that may differ and change what is learned from there on."""
-FIXED_OF = {"ist": {"epochs"}}
-"""Settings of TUNED that may not differ, by method: rounds are counted from the first epoch on."""
 OF_RECOVERY = {"recover", "recovery_batch_size"}
 """Settings that may differ until recovery has begun."""
 
@@ -89,7 +88,8 @@ def refuse_fixed(
     root: object, names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str], *, recovers: bool
 ) -> None:
     """Raises OptionError for changed settings that must not change."""
-    tuned = TUNED - FIXED_OF.get(before.get("method", ""), set())
+    by_method = METHODS[before["method"]].fixed if before.get("method") in METHODS else frozenset[str]()
+    tuned = TUNED - by_method
     if _in_pieces(before) or _in_pieces(now):
         tuned = tuned - {"epochs"}
     free = FREE | tuned | (set() if recovers else OF_RECOVERY)
@@ -97,7 +97,7 @@ def refuse_fixed(
     if not fixed:
         return
     said = ", ".join(f"{name} was {before[name]}, not {now.get(name)}" for name in fixed)
-    if "epochs" in fixed and "epochs" in TUNED - tuned and before.get("method") != "ist":
+    if "epochs" in fixed and "epochs" in TUNED - tuned and "epochs" not in by_method:
         said += " (epochs stay where training is counted in updates: --max-steps, --eval-every N, parts of an epoch)"
     may = ", ".join(flag_of(field.name) for field in fields(Settings) if field.name in tuned)
     raise OptionError(

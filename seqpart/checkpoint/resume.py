@@ -15,7 +15,6 @@ from seqpart.checkpoint.identity import Layers, refuse_other_layers, refuse_othe
 from seqpart.checkpoint.manifest import Manifest, no_checkpoint
 from seqpart.checkpoint.marker import is_begun_anew
 from seqpart.checkpoint.run_directory import finish_what_was_published
-from seqpart.config import Settings
 from seqpart.data.splits import Split
 from seqpart.errors import DoesNotFit, OptionError, shown
 from seqpart.methods import methods_named
@@ -30,6 +29,7 @@ from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import Progress
 from seqpart.schedule.steps import START, Position
 from seqpart.schema import Finite, Positive, Whole, as_type
+from seqpart.settings import Settings
 from seqpart.store.layout import Layout
 from seqpart.store.scratch import WEIGHTS, has_checkpoint
 from seqpart.units import format_limit

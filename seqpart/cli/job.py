@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import ClassVar
 
-from seqpart.config import DTYPES, MOST, Data, Files, Limits, LrSchedule, Method, OptimizerName, Output, Precision, Settings
+from seqpart.config import DTYPES, MOST, Data, Files, Limits, LrSchedule, Method, OptimizerName, Output, Precision
 from seqpart.data.classes import count_classes
 from seqpart.data.loaders import test_rows, training_rows
 from seqpart.data.splits import Split, count_tokens
@@ -17,6 +17,7 @@ from seqpart.fields import PerPartition, nearest
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
+from seqpart.settings import Settings
 from seqpart.store.scratch import has_checkpoint
 from seqpart.text import read_text, short
 from seqpart.trainer import Trainer
@@ -165,8 +166,8 @@ def data_of(job: Job) -> tuple[Split, Split]:
         job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context,
         augment=job.augment, tokenizer=tokenizer,
     )  # fmt: skip
-    rows = training_rows(train, job)
-    return rows, test_rows(test, rows, job)
+    rows = training_rows(train, job, whole=job.methods[0].alone)
+    return rows, test_rows(test, rows, job, whole=not all(method.stays for method in job.methods))
 
 
 def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from seqpart.config import Settings
+from seqpart.config import Config
 from seqpart.data.draws import generators_kept
 from seqpart.data.padding import Padding, Sizes, padded, padded_source, sizes_of_batch, sizes_of_item, tokenizer_says
 from seqpart.data.pairs import as_pair, is_pair
@@ -29,6 +29,8 @@ from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_split, spr
 from seqpart.data.workers import Job, Part, empty, fill
 from seqpart.errors import DataError, OptionError
 from seqpart.fields import values_of
+
+C = TypeVar("C", bound=Config)
 
 _FLOOR = -1
 """Rows of an epoch of a stream with drop_last that is not counted yet: as many as make whole batches."""
@@ -41,12 +43,12 @@ _COMPARED = 16
 
 
 def training_rows(
-    data: object, settings: Settings, name: str = "training", padding: Padding | None = None, *, tested: bool = False
+    data: object, settings: Config, name: str = "training", padding: Padding | None = None, *, whole: bool = False
 ) -> Split:  # fmt: skip
     """Returns the training rows of a pair, a data set, a stream or a loader. Raises DataError for what cannot be honoured.
 
     Rows are read once and kept if they stay the same when read again, and with `cache` "rows" always; else they are read anew.
-    padding: with a length, see `for_data`. tested: an evaluation runs on them, partition by partition.
+    padding: with a length, see `for_data`. whole: all labels are read, as where partitions run on them one after another.
     """
     if not is_loader(data):
         data = padded(data, name, padding)
@@ -60,13 +62,16 @@ def training_rows(
     if not is_loader(data) and settings.cache != "none" and not getattr(data, "read_anew", False):
         with generators_kept(), suppress(UnstableRows):
             return as_split(data, name)
-    return _read(source_of(data, name, padding), settings, whole=tested)
+    return _read(source_of(data, name, padding), settings, whole=whole)
 
 
-def test_rows(data: object, train: Split, settings: Settings, padding: Padding | None = None) -> Split:
+def test_rows(
+    data: object, train: Split, settings: Config, padding: Padding | None = None, *, whole: bool = True
+) -> Split:  # fmt: skip
     """Returns the test rows, read like the training rows: anew if those are not kept. Every pass sees the same draws.
 
-    data: None, or an empty Split, for a run without test rows.
+    data: None, or an empty Split, for a run without test rows. whole: as in `training_rows`; only the first of partitions that
+    run one after another reads rows with their labels.
     """
     if data is None or (isinstance(data, Split) and not data.count):
         return tested_on(data, train)
@@ -82,8 +87,7 @@ def test_rows(data: object, train: Split, settings: Settings, padding: Padding |
         raise DataError("test data: all rows of it are tested, in order. Give a DataLoader without a sampler.")
     if train.source is None:
         return _kept(_of_source(source, settings, whole=True))
-    # When partitions run one after another, only the first one reads rows with their labels.
-    return _of_source(source, settings, whole=settings.method not in ("full", "checkpointed"))
+    return _of_source(source, settings, whole=whole)
 
 
 def is_loader(data: object) -> bool:
@@ -93,14 +97,14 @@ def is_loader(data: object) -> bool:
     return hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not isinstance(data, str | Split)
 
 
-def kept_rows(data: object, settings: Settings, name: str, padding: Padding | None) -> Split:
+def kept_rows(data: object, settings: Config, name: str, padding: Padding | None) -> Split:
     """Returns the rows of any data, with one draw of each row kept."""
     if is_loader(data):
         return _read(source_of(data, name, padding), replace(settings, cache="rows"))
     return as_split(padded(data, name, padding), name)
 
 
-def first_batch(loader: object, settings: Settings, name: str, padding: Padding | None) -> Split:
+def first_batch(loader: object, settings: Config, name: str, padding: Padding | None) -> Split:
     """Returns the first batch of a loader or a stream."""
     source = source_of(loader, name, padding)
     with generators_kept():
@@ -108,9 +112,8 @@ def first_batch(loader: object, settings: Settings, name: str, padding: Padding 
         return _first(counted(source, most), source.draws(settings.seed, "train", 0, 0))[0]
 
 
-def _read(source: Source, settings: Settings, *, whole: bool = False) -> Split:
-    whole = whole or settings.method == "sil" or settings.cache == "rows"
-    split = _of_source(source, settings, whole=whole)
+def _read(source: Source, settings: Config, *, whole: bool = False) -> Split:
+    split = _of_source(source, settings, whole=whole or settings.cache == "rows")
     return _kept(split) if settings.cache == "rows" else split
 
 
@@ -243,7 +246,7 @@ def _refuse_unrepeatable(source: Source) -> None:
         )
 
 
-def with_loader(settings: Settings, train: Split) -> Settings:
+def with_loader(settings: C, train: Split) -> C:
     """Returns `settings` with the batch size and order of the training rows' loader.
 
     Raises OptionError if the two contradict each other, and for options that do not go with rows that are read anew.
@@ -257,23 +260,9 @@ def with_loader(settings: Settings, train: Split) -> Settings:
                 "--cached-views keeps several draws of rows that are read anew, and these rows are kept once. Leave it out."
             )
         return settings
-    if settings.method == "psl":
-        raise OptionError(
-            "--method psl counts the rows of every pair of classes in all batches beforehand, so its rows are kept: give "
-            "--cache rows."
-        )
-    if settings.method == "ist" and source.streams:
-        raise OptionError(
-            "--method ist gives every subnet rows by their numbers, and a stream has none. Give a data set with [i]."
-        )
-    if settings.method in ("ist", "sil") and source.rows != source.count:
-        raise OptionError(
-            f"--method {settings.method} needs all {source.count} rows in every epoch, and the loader gives {source.rows} (by "
-            "its sampler, or drop_last). Give a loader without, or another method."
-        )
     if source.batch:
         batch = values_of(settings.batch_size)[0]
-        if batch not in (source.batch, Settings.batch_size):
+        if batch not in (source.batch, Config.batch_size):
             raise OptionError(f"--batch-size {batch}: the DataLoader has batches of {source.batch}. Give one of the two.")
         if batch != source.batch:
             settings = replace(settings, batch_size=source.batch)
@@ -292,7 +281,7 @@ def with_loader(settings: Settings, train: Split) -> Settings:
 # --- from sources to splits -------------------------------------------------------------------------------------------
 
 
-def _of_source(source: Source, settings: Settings, *, whole: bool = False) -> Split:
+def _of_source(source: Source, settings: Config, *, whole: bool = False) -> Split:
     """Returns a split whose rows are read when they are needed. whole: read all labels, also floats and those of positions.
 
     Without `whole` it has all labels if each is one class; else those of the first rows, for their type and shape.

@@ -1,4 +1,4 @@
-"""The methods by name."""
+"""The methods by name. `register` makes one of your own known."""
 
 from seqpart.errors import OptionError
 from seqpart.methods.exact import CHECKPOINTED, FULL, STREAMED
@@ -7,7 +7,7 @@ from seqpart.methods.method import Method
 from seqpart.methods.separable import PSL
 from seqpart.methods.sil import SIL
 
-METHODS: dict[str, Method] = {method.name: method for method in (SIL, STREAMED, CHECKPOINTED, FULL, IST, PSL)}
+METHODS: dict[str, Method] = {method.name: method for method in (SIL, IST, STREAMED, CHECKPOINTED, FULL, PSL)}
 
 
 EXACT = (FULL, CHECKPOINTED, STREAMED)
@@ -21,3 +21,10 @@ def methods_named(name: str) -> tuple[Method, ...]:
     if name not in METHODS:
         raise OptionError(f"--method: expected one of auto, {', '.join(METHODS)}; found {name!r}.")
     return (METHODS[name],)
+
+
+def register(method: Method) -> None:
+    """Makes a method known by its name, in this process. Raises OptionError for a name that another one has."""
+    if method.name == "auto" or type(METHODS.get(method.name, method)) is not type(method):
+        raise OptionError(f"there is a method {method.name} already. Give yours another name.")
+    METHODS[method.name] = method

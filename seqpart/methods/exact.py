@@ -7,9 +7,12 @@
 The three give bit-identical parameters, gradients, moments, buffers and losses.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload, test_phases
+from seqpart.config import Config
+from seqpart.fields import as_text
+from seqpart.methods.method import Method, Workload, test_phases
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.pieces import training
@@ -39,20 +42,6 @@ def trained(work: Workload, train: Phase, behind: tuple[Phase, ...]) -> Phases:
     return Phases([training(train, first.epochs, first.updates, behind, work.tests)])
 
 
-def staying_phases(work: Workload) -> Phases:
-    return exact_phases(work, streamed=False)
-
-
-def streamed_phases(work: Workload) -> Phases:
-    return exact_phases(work, streamed=True)
-
-
-def evaluation_phases(work: Workload) -> Phases:
-    """Returns only the passes over the test rows."""
-    train = whole_network(work, streamed=True)
-    return Phases([Epochs(train=train, epochs=0, behind=test_phases(work))])
-
-
 def recovery_phases(work: Workload) -> tuple[Epochs, ...]:
     """Returns the streamed schedule once more, with one side frozen (PNN paper, section 5), then the test rows."""
     recovery = work.recovery
@@ -68,13 +57,40 @@ def recovery_phases(work: Workload) -> tuple[Epochs, ...]:
     return (Epochs(train=train, epochs=recovery.epochs, behind=tests, every=work.tests.epochs),)
 
 
-def true_loss(targets: Targets) -> PartitionLoss | None:
-    """Returns the true loss for the last partition, and None for the others."""
-    return TrueLoss(targets.final_loss, targets.reduction) if targets.partition == targets.partitions - 1 else None
+class Streamed(Method):
+    """Loads one partition at a time, and runs all micro-batches of an update through it before the next."""
+
+    name = "streamed"
+
+    def phases(self, work: Workload) -> Phases:
+        return exact_phases(work, streamed=True)
 
 
-FULL = Method(name="full", exact=True, cuts=False, phases=staying_phases, loss=true_loss, stays=True)
-CHECKPOINTED = Method(name="checkpointed", exact=True, cuts=True, phases=staying_phases, loss=true_loss, stays=True)
-STREAMED = Method(name="streamed", exact=True, cuts=True, phases=streamed_phases, loss=true_loss)
-EVALUATION = replace(STREAMED, phases=evaluation_phases)
-"""The streamed method without training: only its passes over the test rows."""
+class Evaluation(Streamed):
+    """The streamed method without training: only its passes over the test rows."""
+
+    def phases(self, work: Workload) -> Phases:
+        return Phases([Epochs(train=whole_network(work, streamed=True), epochs=0, behind=test_phases(work))])
+
+
+class Checkpointed(Method):
+    """Keeps all partitions on the device and activations only at the cuts, and recomputes the others."""
+
+    name, stays = "checkpointed", True
+
+    def phases(self, work: Workload) -> Phases:
+        return exact_phases(work, streamed=False)
+
+
+class Full(Checkpointed):
+    """Trains the whole network as one partition: the baseline for all comparisons."""
+
+    name, cuts = "full", False
+    unverified = "--method full is what the others are compared with. Verify streamed or checkpointed."
+
+    def contradictions(self, config: Config) -> Iterator[str]:
+        if config.partitions not in ("auto", 1):
+            yield f"--partitions: method {self.name} has one partition; found {as_text(config.partitions)!r}"
+
+
+STREAMED, EVALUATION, CHECKPOINTED, FULL = Streamed(), Evaluation(), Checkpointed(), Full()

@@ -1,8 +1,9 @@
 """A method defines the phases of a run, and the loss that each partition owns. It is never a loop."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -10,8 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from seqpart.errors import OptionError
-from seqpart.model.losses import LossFunction, scores_of
+from seqpart.config import Config
+from seqpart.data.row_packs import RowPack
+from seqpart.data.source import Source
+from seqpart.data.splits import Split
+from seqpart.errors import ModelError, OptionError
+from seqpart.model.blocks import Chain
+from seqpart.model.losses import LossFunction, LossName, scores_of
 from seqpart.model.reductions import (
     BY_ROWS,
     Held,
@@ -136,26 +142,8 @@ class Targets:
     final_loss: LossFunction
     reduction: Reduction | None = BY_ROWS
     """Reduction of the final loss; None on fake tensors, where nothing can be counted."""
-    objective: str
-    kappa: float
-    prototype_scale: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Method:
-    name: str
-    exact: bool
-    """True if it back-propagates through the whole network."""
-    alone: bool = False
-    """True if every partition has a loss of its own, and is trained alone."""
-    cuts: bool
-    """True if it may cut the chain at all."""
-    phases: Callable[[Workload], Phases]
-    loss: Callable[[Targets], PartitionLoss | None]
-    stays: bool = False
-    """True if all partitions are on the device at once."""
-    in_pairs: bool = False
-    """True if the model defines the partitions, and all but the first and the last are loaded in pairs."""
+    config: Config
+    """The options of the run, among them the method's own."""
 
 
 def test_phases(work: Workload, *, stays: bool = False) -> tuple[Phase, ...]:
@@ -225,3 +213,87 @@ class TrueLoss:
         ignored = self._reduction.ignored if self._reduction is not None else None
         ours = labels if ignored is None or ignored < 0 else labels.where(labels != ignored, -1)
         return scores_of(output, ours, first=takes_classes_first(self._function))
+
+
+class Method(ABC):
+    """What a way of training decides: its phases, the loss of each partition, and what it refuses.
+
+    A method of your own is a subclass, made known by `seqpart.methods.register`; all that it leaves open is done as in exact
+    training.
+    """
+
+    name: ClassVar[str]
+    exact: ClassVar[bool] = True
+    """True if it back-propagates through the whole network."""
+    alone: ClassVar[bool] = False
+    """True if every partition has a loss of its own, and is trained alone."""
+    cuts: ClassVar[bool] = True
+    """True if it may cut the chain at all."""
+    stays: ClassVar[bool] = False
+    """True if all partitions are on the device at once."""
+    in_pairs: ClassVar[bool] = False
+    """True if the model defines the partitions, and all but the first and the last are loaded in pairs."""
+    has_subnets: ClassVar[bool] = False
+    """True if it trains subnets that are cut out of the network."""
+    divides_weights: ClassVar[bool] = False
+    """True if it cuts weights into pieces that are updated one by one."""
+    options: ClassVar[tuple[type[Any], ...]] = ()
+    """Groups of options that go with this method only."""
+    fixed: ClassVar[frozenset[str]] = frozenset()
+    """Options that a resumed run of other methods may change."""
+    loss_name: ClassVar[LossName | None] = None
+    """The loss, where none is given."""
+    unverified: ClassVar[str] = ""
+    """Why its bits cannot be compared with those of full training, in words; "" if they can."""
+
+    @abstractmethod
+    def phases(self, work: Workload) -> Phases:
+        """Returns the phases of a run of these sizes."""
+
+    def loss(self, targets: Targets) -> PartitionLoss | None:
+        """Returns the loss that a partition owns: here the true one for the last, and None for the others."""
+        return TrueLoss(targets.final_loss, targets.reduction) if targets.partition == targets.partitions - 1 else None
+
+    def contradictions(self, config: Config) -> Iterator[str]:
+        """Yields what does not go together among its options, in words."""
+        yield from ()
+
+    def shuffles(self, config: Config) -> bool:
+        """True if rows come in another order in each epoch, where nothing is said about it."""
+        return True
+
+    def refuse_source(self, source: Source) -> None:
+        """Raises OptionError for rows read anew that it cannot train on."""
+        if not self.exact and source.rows != source.count:
+            raise OptionError(
+                f"--method {self.name} needs all {source.count} rows in every epoch, and the loader gives {source.rows} (by "
+                "its sampler, or drop_last). Give a loader without, or another method."
+            )
+
+    def refuse_model(self, chain: Chain, classes: int, splits: Sequence[Split], loss: LossFunction | None) -> None:
+        """Raises ModelError or DataError for a model or rows that it cannot train. loss: the user's."""
+        if self.alone and any(block.tied for block in chain):
+            raise ModelError(
+                f"method {self.name} trains each partition alone, so blocks must not share a parameter. Use --method auto."
+            )
+
+    def lack_behind(self, config: Config, pack: RowPack, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
+        """Why no partition may end with outputs of this shape, in words; "" if one may."""
+        return pack.lack if self.alone else ""
+
+    def rows_per_pass(
+        self, loss: LossFunction, splits: Sequence[Split], *, batch: int, epochs: int, key: tuple[int | str, ...] | None
+    ) -> Callable[[int], int]:
+        """Returns the function from a micro-batch to its most rows per forward pass.
+
+        key: seeds the row order, without partition and epoch; None: rows are not shuffled.
+        """
+        return lambda micro_batch: micro_batch
+
+    def library_bytes(self, rows: int) -> int:
+        """Returns bytes that kernels keep for the numbers of rows, up to `rows`, of its forward passes."""
+        return 0
+
+    def idle_options(self, config: Config, partitions: int) -> list[str]:
+        """Returns which of its options have no effect on so many partitions, in words."""
+        return []

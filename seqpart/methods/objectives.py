@@ -86,7 +86,7 @@ class Regression:
 
     def __init__(self, targets: Targets) -> None:
         self._features = _Features(targets, pooled=False)
-        kappa = targets.kappa
+        kappa = 10.0 if targets.config.kappa is None else targets.config.kappa
         self._labels = _labels(targets, self._features.size, normal=False, finish=lambda rows: rows.mul_(kappa))
         rows = self._labels.kept
         self._squares = None if rows is None else torch.linalg.vector_norm(rows, dim=1).square()
@@ -119,7 +119,8 @@ class Prototypes:
     def __init__(self, targets: Targets) -> None:
         self._features = _Features(targets, pooled=True)
         self._size = (self._features.size,)
-        self._scale = targets.prototype_scale / self._features.size**0.5
+        scale = targets.config.prototype_scale_of(targets.partition, targets.classes)
+        self._scale = scale / self._features.size**0.5
         self._directions = _labels(
             targets, self._features.size, normal=True, finish=_to_unit_length, orthogonal=self.orthogonal
         )

@@ -7,19 +7,23 @@ with the rows labelled with either. Gradients accumulate at home, and one optimi
 with terms added up in another order: pair by pair, (0, 1), (0, 2), ..., (1, 2), ..., and within each by micro-batches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import ClassVar
 
 import numpy as np
 import torch
 
+from seqpart.config import Config
 from seqpart.data.reader import windows
+from seqpart.data.source import Source
 from seqpart.data.splits import Split
 from seqpart.errors import DataError, OptionError
-from seqpart.methods.exact import trained, true_loss, whole_network
+from seqpart.fields import flag_of
+from seqpart.methods.exact import trained, whole_network
 from seqpart.methods.method import Method, Workload, test_phases
-from seqpart.model.losses import LossFunction, partially_separable
+from seqpart.model.losses import LossFunction, LossName, partially_separable
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
 from seqpart.store.row_file import RowLayout
@@ -31,44 +35,61 @@ KERNEL = 40 << 10
 """Bytes that oneDNN keeps for each number of rows that it meets, and pairs have many: measured in runs of PSNet."""
 
 
-def in_pairs(work: Workload) -> Phase:
-    """Returns one pass of updates through the common partition and the scores."""
-    side_by_side = len(work.partitions) - 1
-    return replace(
-        whole_network(work, streamed=True), through=side_by_side - 1, in_pairs=True, clips=True,
-        streams=frozenset(range(COMMON + 1, side_by_side)), keeps=frozenset(range(side_by_side - 1)),
-    )  # fmt: skip
-
-
-def psl_phases(work: Workload) -> Phases:
-    """Returns all epochs, then the test rows through the whole network, no more rows at once than a pair has."""
-    first = work.partitions[0]
-    fewer = replace(first, micro_batch=min(first.micro_batch, first.rows or first.micro_batch))
-    behind = test_phases(replace(work, partitions=(fewer, *work.partitions[1:])))
-    return trained(work, in_pairs(work), behind)
-
-
-PSL = Method(name="psl", exact=True, cuts=True, phases=psl_phases, loss=true_loss, in_pairs=True)
-
-
 _EPOCHS = 200
 """Epochs whose row order is checked for the most rows of a pair; the plan leaves an eighth more for those after them."""
 
 
-def rows_of_pairs(
-    method: Method, loss: LossFunction, splits: Sequence[Split], *, batch: int, epochs: int, key: tuple[int | str, ...] | None
-) -> Callable[[int], int]:
-    """Returns the function from a micro-batch to its most rows per forward pass: one pair's, for a method with pairs. See
-    `_rows_of_a_pair`.
+class PslMethod(Method):
+    """Trains one pair of scores on the device at a time, with the partially-separable loss."""
 
-    Raises OptionError or DataError if the loss is no sum over pairs of scores.
-    """
-    if not method.in_pairs:
-        return lambda micro_batch: micro_batch
-    _refuse_inseparable(loss, splits)
-    train = splits[0]
-    chunk = RowLayout(train.shape, train.dtype).chunk_rows
-    return cache(lambda micro_batch: _rows_of_a_pair(train.labels, micro_batch, batch, epochs, chunk, key))
+    name, in_pairs, divides_weights = "psl", True, True
+    loss_name: ClassVar[LossName | None] = "psl"
+    unverified = (
+        "--method psl adds up gradients pair by pair, which rounds otherwise than full training does: no bits are to be "
+        "compared. Verify streamed or checkpointed with --loss psl."
+    )
+
+    def phases(self, work: Workload) -> Phases:
+        """Returns all epochs, then the test rows through the whole network, no more rows at once than a pair has."""
+        first, side_by_side = work.partitions[0], len(work.partitions) - 1
+        fewer = replace(first, micro_batch=min(first.micro_batch, first.rows or first.micro_batch))
+        pairs = replace(
+            whole_network(work, streamed=True), through=side_by_side - 1, in_pairs=True, clips=True,
+            streams=frozenset(range(COMMON + 1, side_by_side)), keeps=frozenset(range(side_by_side - 1)),
+        )  # fmt: skip
+        return trained(work, pairs, test_phases(replace(work, partitions=(fewer, *work.partitions[1:]))))
+
+    def contradictions(self, config: Config) -> Iterator[str]:
+        for name in ("clip_grad_norm", "partitions", "tile"):
+            if getattr(config, name) not in (None, "auto", "never"):
+                why = "whose gradients and partitions are those of pairs of scores"
+                yield f"{flag_of(name)} does not go with --method psl, {why}. Leave it out"
+        if config.loss not in (None, "psl"):
+            yield f"--method psl trains by --loss psl; found --loss {config.loss}. Leave it out"
+
+    def refuse_source(self, source: Source) -> None:
+        raise OptionError(
+            "--method psl counts the rows of every pair of classes in all batches beforehand, so its rows are kept: give "
+            "--cache rows."
+        )
+
+    def rows_per_pass(
+        self, loss: LossFunction, splits: Sequence[Split], *, batch: int, epochs: int, key: tuple[int | str, ...] | None
+    ) -> Callable[[int], int]:
+        """Returns the rows of one pair, see `_rows_of_a_pair`.
+
+        Raises OptionError or DataError if the loss is no sum over pairs of scores.
+        """
+        _refuse_inseparable(loss, splits)
+        train = splits[0]
+        chunk = RowLayout(train.shape, train.dtype).chunk_rows
+        return cache(lambda micro_batch: _rows_of_a_pair(train.labels, micro_batch, batch, epochs, chunk, key))
+
+    def library_bytes(self, rows: int) -> int:
+        return KERNEL * rows
+
+
+PSL = PslMethod()
 
 
 def _rows_of_a_pair(

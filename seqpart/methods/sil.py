@@ -13,76 +13,109 @@ section 2. Steps, as the comments below number them:
     (6) recovery: the left side once more, against the true loss through the frozen right side        section 5
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
 from seqpart.capture.own_loss import OwnLoss
+from seqpart.config import WITH_DIRECTIONS, Config, Recovery, Sil, given_of
+from seqpart.data.row_packs import RowPack
 from seqpart.data.splits import Split
 from seqpart.errors import DataError, ModelError
+from seqpart.fields import flag_of
 from seqpart.methods.exact import recovery_phases
-from seqpart.methods.method import Method, PartitionLoss, Targets, TrueLoss, Workload
-from seqpart.methods.objectives import OBJECTIVES
+from seqpart.methods.method import Method, PartitionLoss, Targets, Workload
+from seqpart.methods.objectives import OBJECTIVES, lack_of
 from seqpart.model.blocks import Chain
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
 
 
-def sil_phases(work: Workload) -> Phases:
-    """Returns for each partition its epochs (2), the outputs for the next (3), its test rows; then recovery (6)."""
-    stretches: list[Epochs] = []
-    last = len(work.partitions) - 1
-    for p, part in enumerate(work.partitions):
-        test = Phase(
-            kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch
-        )
-        train = replace(
-            test,
-            kind=PhaseKind.TRAIN,
-            rows=work.train_rows,
-            batch=part.batch_size,
-            shuffle=work.shuffle,
-            epochs=part.epochs,
-            views=work.views,
-        )
-        behind: tuple[Phase, ...] = (test,) if work.test_rows else ()
-        if p < last:
-            # A frozen partition never learned its labels: the next one must see its real outputs.
-            outputs = PhaseKind.DRAW if work.synthetic_inputs and part.trainable else PhaseKind.CACHE
-            cached = (replace(test, kind=outputs, rows=work.train_rows, view=view) for view in range(work.views))
-            behind = *cached, *behind
-        every = work.tests.epochs if p == last else None
-        stretches.append(Epochs(train=train, epochs=part.epochs if part.trainable else 0, behind=behind, every=every))
-    return Phases([*stretches, *recovery_phases(work)])
+class SilMethod(Method):
+    """Trains partitions one after the other, each but the last against synthetic intermediate labels."""
 
+    name, exact, alone = "sil", False, True
+    options: ClassVar[tuple[type, ...]] = (Sil, Recovery)
 
-def sil_loss(targets: Targets) -> PartitionLoss:
-    """Returns the loss of (1) for an inner partition, and the true loss for the last (4)."""
-    if targets.partition == targets.partitions - 1:
-        return TrueLoss(targets.final_loss, targets.reduction)
-    return OBJECTIVES[targets.objective](targets)
-
-
-SIL = Method(name="sil", exact=False, alone=True, cuts=True, phases=sil_phases, loss=sil_loss)
-
-
-def refuse_partitions_alone(chain: Chain, classes: int, splits: Sequence[Split], loss: LossFunction | None) -> None:
-    """Raises ModelError or DataError if partitions cannot be trained one after another, each alone. loss: the user's."""
-    if any(block.tied for block in chain):
-        raise ModelError("method sil trains each partition alone, so blocks must not share a parameter. Use --method auto.")
-    if not classes:
-        found = "several labels in a row" if splits[0].label_form else "floats"
-        raise DataError(f"method sil needs classes (integers) as labels; found {found}. Use --method auto.")
-    if any((split.labels < 0).any() for split in splits):
-        raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")
-    if isinstance(loss, OwnLoss) and splits[0].labels.ndim > 1:
-        labels = splits[0].labels[:4].to(label_dtype(splits[0].labels))
-        targets = loss.targets(labels)
-        if targets is None or not torch.equal(targets.flatten(), labels.flatten()):
-            raise ModelError(
-                "method sil judges inner partitions by the labels as they are, and the model's own loss takes others (shifted "
-                "by a position?). Give labels that are shifted already and a function (output, labels) -> loss, or use "
-                "--method auto."
+    def phases(self, work: Workload) -> Phases:
+        """Returns for each partition its epochs (2), the outputs for the next (3), its test rows; then recovery (6)."""
+        stretches: list[Epochs] = []
+        last = len(work.partitions) - 1
+        for p, part in enumerate(work.partitions):
+            test = Phase(
+                kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch
             )
+            train = replace(
+                test,
+                kind=PhaseKind.TRAIN,
+                rows=work.train_rows,
+                batch=part.batch_size,
+                shuffle=work.shuffle,
+                epochs=part.epochs,
+                views=work.views,
+            )
+            behind: tuple[Phase, ...] = (test,) if work.test_rows else ()
+            if p < last:
+                # A frozen partition never learned its labels: the next one must see its real outputs.
+                outputs = PhaseKind.DRAW if work.synthetic_inputs and part.trainable else PhaseKind.CACHE
+                cached = (replace(test, kind=outputs, rows=work.train_rows, view=view) for view in range(work.views))
+                behind = *cached, *behind
+            every = work.tests.epochs if p == last else None
+            stretches.append(Epochs(train=train, epochs=part.epochs if part.trainable else 0, behind=behind, every=every))
+        return Phases([*stretches, *recovery_phases(work)])
+
+    def loss(self, targets: Targets) -> PartitionLoss | None:
+        """Returns the loss of (1) for an inner partition, and the true loss for the last (4)."""
+        return super().loss(targets) or OBJECTIVES[targets.config.objective_name](targets)
+
+    def contradictions(self, config: Config) -> Iterator[str]:
+        if config.kappa is not None and config.objective_name != "mse":
+            yield f"--kappa goes with --objective mse; found --objective {config.objective_name}"
+        if config.prototype_scale is not None and config.objective_name not in WITH_DIRECTIONS:
+            directions = " or ".join(WITH_DIRECTIONS)
+            yield f"--prototype-scale goes with --objective {directions}; found --objective {config.objective_name}"
+        if config.views > 1 and config.sil_inputs == "synthetic":
+            yield "--cached-views goes with --sil-inputs cached. Leave one of the two out"
+        for name in () if config.recovery_epochs else given_of(Recovery, config):
+            yield f"{flag_of(name)} goes with --recovery-epochs only. Leave it out"
+        if config.ema is not None and config.recovery_epochs:
+            yield "--ema goes with no --recovery-epochs, which begins with an optimizer of its own. Leave one out"
+
+    def shuffles(self, config: Config) -> bool:
+        """False for the paper's objective, which reads rows in one order."""
+        return config.objective_name != "mse"
+
+    def refuse_model(self, chain: Chain, classes: int, splits: Sequence[Split], loss: LossFunction | None) -> None:
+        super().refuse_model(chain, classes, splits, loss)
+        if not classes:
+            found = "several labels in a row" if splits[0].label_form else "floats"
+            raise DataError(f"method sil needs classes (integers) as labels; found {found}. Use --method auto.")
+        if any((split.labels < 0).any() for split in splits):
+            raise DataError("method sil needs a class in every label; found some below 0. Use --method auto.")
+        if isinstance(loss, OwnLoss) and splits[0].labels.ndim > 1:
+            labels = splits[0].labels[:4].to(label_dtype(splits[0].labels))
+            targets = loss.targets(labels)
+            if targets is None or not torch.equal(targets.flatten(), labels.flatten()):
+                raise ModelError(
+                    "method sil judges inner partitions by the labels as they are, and the model's own loss takes others "
+                    "(shifted by a position?). Give labels that are shifted already and a function (output, labels) -> loss, "
+                    "or use --method auto."
+                )
+
+    def lack_behind(self, config: Config, pack: RowPack, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
+        if not (pack.lack or pack.is_one) and config.sil_inputs == "synthetic":
+            return "other values pass by it, where synthetic inputs stand for one value alone (--sil-inputs)"
+        return pack.lack or lack_of(config.objective_name, shape, label_shape)
+
+    def idle_options(self, config: Config, partitions: int) -> list[str]:
+        given = list(map(flag_of, given_of(Sil, config)))
+        if given and partitions == 1:
+            return [f"without effect on one partition, which has the true loss: {', '.join(given)}"]
+        spare, inner = len(config.prototype_scales) - max(1, partitions - 1), partitions - 1
+        return [f"--prototype-scale: the last {spare} without effect on {inner} inner partition(s)"] if spare > 0 else []
+
+
+SIL = SilMethod()

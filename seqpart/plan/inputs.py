@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.capture.capture import chain_and_loss, chain_of
-from seqpart.config import Settings
 from seqpart.data.classes import are_mixed, count_classes
 from seqpart.data.labels import loss_for
 from seqpart.data.reading import Reading
@@ -22,11 +21,7 @@ from seqpart.device.device import Device, host_memory_free
 from seqpart.device.limit import any_plan_fits, enforced, limit_of, margin_of, measure_runtime, warm_up
 from seqpart.errors import DoesNotFit, OptionError
 from seqpart.fields import as_text, per_partition, values_of
-from seqpart.methods import methods_named
 from seqpart.methods.method import Method, PartitionLoss, Targets
-from seqpart.methods.objectives import lack_of
-from seqpart.methods.separable import rows_of_pairs
-from seqpart.methods.sil import refuse_partitions_alone
 from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.loss_probe import judging
@@ -43,6 +38,7 @@ from seqpart.profile.machine import existing, measure_speeds
 from seqpart.profile.partition import LossCost
 from seqpart.profile.trials import Trials
 from seqpart.schedule.lengths import Length, length_of, refuse_endless_warmup
+from seqpart.settings import Settings
 from seqpart.store.layout import TensorSpec
 from seqpart.units import format_limit, format_size
 
@@ -92,21 +88,20 @@ class Inputs:
 
     def _begin(self, final_loss: LossFunction | None, trains: bool, whole: bool) -> None:
         settings, train, test, device = self.settings, self.train, self.test, self.device
-        self.methods = methods_named(settings.method)
+        self.methods = settings.methods
         self.exact, self.alone = self.methods[0].exact, self.methods[0].alone
         if settings.partitions not in ("auto", 1):  # `auto` takes a method that can
             self.methods = tuple(method for method in self.methods if method.cuts)
         ignored = ignored_label(final_loss)
         of_its_own = ignored is None and not self.alone  # the user's loss decides what labels mean
         self.classes = count_classes(train, test, ignored, learns=trains and whole and not of_its_own)
-        if self.alone:
-            refuse_partitions_alone(self.chain, self.classes, (train, test), final_loss)
+        self.methods[0].refuse_model(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
         name = settings.loss_name or ("cross-entropy" if are_mixed(train, test) else None)
         self._final_loss = loss_for(final_loss, name, train.labels, train.label_form, self.classes)
         longest = self.length(max(values_of(settings.epochs)), self.full_batch).epochs
-        self.pair_rows = rows_of_pairs(
-            self.methods[0], self._final_loss, (train, test), batch=self.full_batch, epochs=longest,
+        self.rows_per_pass = self.methods[0].rows_per_pass(
+            self._final_loss, (train, test), batch=self.full_batch, epochs=longest,
             key=(settings.seed, "order") if settings.shuffles else None,
         )  # fmt: skip
         self.counted_at, self._measured_loss = cache(self._measure), cache(self._measure_loss)
@@ -242,17 +237,13 @@ class Inputs:
                 )
 
     def cuts_behind(self, cost: BlockCost) -> bool:
-        """True if a partition may end with this block: an objective of `sil` needs an output that it can judge."""
+        """True if a partition may end with this block: its loss may need an output of some shape."""
         return not self._lack_behind(cost)
 
     def _lack_behind(self, cost: BlockCost) -> str:
         """Why a partition may not end with this block, in words; "" if it may."""
-        if not self.alone:
-            return ""
-        pack = self.row_pack(cost)
-        if not (pack.lack or pack.is_one) and self.settings.sil_inputs == "synthetic":
-            return "other values pass by it, where synthetic inputs stand for one value alone (--sil-inputs)"
-        return pack.lack or lack_of(self.settings.objective_name, cost.output_shape, tuple(self.train.labels.shape[1:]))
+        label_shape = tuple(self.train.labels.shape[1:])
+        return self.methods[0].lack_behind(self.settings, self.row_pack(cost), cost.output_shape, label_shape)
 
     def _try_optimizers(self) -> None:
         """Tries the optimizers on every kind of trainable parameter."""
@@ -375,9 +366,7 @@ class Inputs:
                 partition=partition, partitions=partition + (1 if ends else 2), output_shape=output_shape,
                 label_shape=tuple(self.train.labels.shape[1:]), classes=self.classes, seed=settings.seed,
                 most=label_bytes, device=device, final_loss=self._final_loss,
-                reduction=None if measured else self._reduction, objective=settings.objective_name,
-                kappa=10.0 if settings.kappa is None else settings.kappa,
-                prototype_scale=settings.prototype_scale_of(partition, self.classes),
+                reduction=None if measured else self._reduction, config=settings,
             )
         )  # fmt: skip
 

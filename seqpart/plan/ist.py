@@ -5,11 +5,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from seqpart.config import Settings
 from seqpart.device.limit import left_of, limit_for, margin_of, refused, what_helps
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
 from seqpart.methods.exact import FULL, STREAMED
-from seqpart.methods.ist.method import IST
 from seqpart.methods.ist.moving import buffer_bytes
 from seqpart.methods.ist.parts import Parts, parted
 from seqpart.methods.method import Method, PartitionTraining, Subnets, Workload
@@ -36,6 +34,7 @@ from seqpart.plan.simulator import simulate
 from seqpart.profile.partition import Parting, PartitionCost, state_layouts
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
+from seqpart.settings import Settings
 from seqpart.store.layout import Layout
 from seqpart.units import format_size
 
@@ -355,4 +354,4 @@ class SubnetPreparation(Planner):
 
 def preparation_of(settings: Settings) -> type[Planner]:
     """The class that plans the method of the settings."""
-    return SubnetPreparation if settings.method == IST.name else Planner
+    return SubnetPreparation if settings.methods[0].has_subnets else Planner

@@ -5,15 +5,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import seqpart.plan.problem as planning
-from seqpart.config import Sil, given_of
 from seqpart.data.row_packs import RowPack
 from seqpart.device.limit import margin_of, refused
 from seqpart.errors import DoesNotFit, OptionError
-from seqpart.fields import flag_of, values_of
+from seqpart.fields import values_of
 from seqpart.methods import methods_named
 from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Recovery, Workload
-from seqpart.methods.separable import KERNEL
 from seqpart.model.blocks import Chain
 from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import tier_at
@@ -100,15 +98,15 @@ class Planner(Inputs):
         costs = self.costs_at(batch)
         heaviest = max(self.possible_optimizers(), key=lambda one: sum(state.nbytes for state in state_layouts(costs, one)))
         return Problem(
-            chain=self.chain, device=self.device.name, host_counts=self.device.shares_memory,
+            chain=self.chain, method=request.methods[0], device=self.device.name, host_counts=self.device.shares_memory,
             limit=request.limit, runtime=self.runtime + request.spare,
-            growth=self.device.growth + (KERNEL * self.pair_rows(batch) if self._starts and self.device.shares_memory else 0),
+            growth=self.device.growth + request.methods[0].library_bytes(self.rows_per_pass(batch)) * self.device.shares_memory,
             costs_at=self.costs_at, counted_at=self.counted_at, states=state_layouts(costs, heaviest), fused=heaviest.fused,
             loss_of=partial(self.loss_cost, request), heap_below=self.device.heap_below, speeds=self.speeds,
             clips=self._starts is not None or self.settings.clip_grad_norm is not None,
             boundary_tiers=("device", "host" if not self.device.shares_memory or self.settings.ram_limit else "disk"),
             host_room=self._host_budget() // (1 if self.device.shares_memory else 2), label_row=self._label_row(),
-            host_budget=self._host_budget(), pair_rows=self.pair_rows,
+            host_budget=self._host_budget(), pair_rows=self.rows_per_pass,
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
             cuts_behind=self.cuts_behind, every_learns=not self.exact, learns_alone=self.row_pack.has_one_that_learns,
@@ -223,7 +221,7 @@ class Planner(Inputs):
         if not self.alone:
             return choose_exact(problem, request.methods, request.told)
         candidate, reasons = choose_cut(problem, request.told)
-        return request.methods[0], candidate, (*reasons, *self._idle_options(len(candidate.parts)))
+        return request.methods[0], candidate, (*reasons, *request.methods[0].idle_options(self.settings, len(candidate.parts)))
 
     def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
         """The optimizer of each partition."""
@@ -261,13 +259,6 @@ class Planner(Inputs):
         if found is None:
             choose_exact(asked, (STREAMED,))  # says in words what is missing
         return found
-
-    def _idle_options(self, count: int) -> list[str]:
-        given = list(map(flag_of, given_of(Sil, self.settings)))
-        if given and count == 1:
-            return [f"without effect on one partition, which has the true loss: {', '.join(given)}"]
-        spare = len(self.settings.prototype_scales) - max(1, count - 1)
-        return [f"--prototype-scale: the last {spare} without effect on {count - 1} inner partition(s)"] if spare > 0 else []
 
     def _recovery_reasons(self, recovery: Prediction | None) -> list[str]:
         if recovery is None:

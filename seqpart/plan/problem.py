@@ -32,6 +32,8 @@ class Problem:
     """Everything that a plan is made from: the chain and its costs, the machine, the limit and the settings."""
 
     chain: Chain
+    method: Method
+    """The method, or the first of those that the plan chooses from."""
     device: str
     host_counts: bool
     """True if host buffers count against the limit (CPU), False if not (CUDA)."""

@@ -1,4 +1,4 @@
-"""Plans `sil`: the fewest partitions that fit, at the largest micro-batch that allows so few; or why nothing fits."""
+"""Plans partitions that are trained alone: the fewest that fit, at the largest micro-batch that allows so few; or why not."""
 
 import itertools
 from bisect import bisect_right
@@ -8,7 +8,6 @@ from dataclasses import replace
 from seqpart.device.limit import growth_beside, left_of, limit_for, margin_of, refused, what_helps
 from seqpart.errors import DoesNotFit
 from seqpart.methods.method import PartitionTraining, Workload
-from seqpart.methods.sil import sil_phases
 from seqpart.plan.dynamic import Piece, best_cut
 from seqpart.plan.plan import AS_ASKED, PlanWording
 from seqpart.plan.prediction import WALKED_UPDATES, heaps_of, peaks_by_partition, with_heap, works_of
@@ -131,7 +130,7 @@ def _row_behind(problem: Problem, last: int) -> int:
 
 
 def _peak_alone(problem: Problem, part: Part, micro_batch: int) -> int:
-    """Peak of the process or device while `sil` trains this partition and makes the next one's rows with it."""
+    """Peak of the process or device while this partition is trained and makes the next one's rows with it."""
     return max(peaks_by_partition(problem, *_alone(problem, part, micro_batch)))
 
 
@@ -143,7 +142,8 @@ def _alone(problem: Problem, part: Part, micro_batch: int) -> tuple[Candidate, S
         train_rows=rows, test_rows=min(problem.test_rows, micro_batch), shuffle=False,
         partitions=(one,) if part[1] == len(problem.chain) else (one, one),
     )  # fmt: skip
-    phases = Phases(sil_phases(work).stretches[:1])  # an inner partition's with the phase that makes rows of its outputs
+    # An inner partition's, with the phase that makes rows of its outputs.
+    phases = Phases(problem.method.phases(work).stretches[:1])
     walked, predicted_steps, _ = simulate(phases, [part[2]], problem.speeds, Resources())
     return Candidate(micro_batch, (part,)), walked, predicted_steps
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from seqpart.config import Settings
 from seqpart.device.sampler import Proof
 from seqpart.fields import values_of
 from seqpart.runtime.result import Evaluation
 from seqpart.runtime.run import Run
+from seqpart.settings import Settings
 
 
 def evaluation_settings(settings: Settings, rows: int, folder: Path, weights: str | Path | None = None) -> Settings:

@@ -12,7 +12,6 @@ import torch
 
 from seqpart.checkpoint.identity import layers_of, row_digests
 from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
-from seqpart.config import Settings
 from seqpart.data.reader import ReaderThread
 from seqpart.device.device import Device
 from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
@@ -46,6 +45,7 @@ from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import checked
 from seqpart.schedule.steps import Position, steps_of
+from seqpart.settings import Settings
 from seqpart.units import format_size
 
 _GRANT_SECONDS = 0.5

@@ -18,7 +18,7 @@ import seqpart.files as owned
 from seqpart.checkpoint.marker import latest
 from seqpart.checkpoint.resume import ResumePoint
 from seqpart.checkpoint.run_directory import RunDirectory, new_name
-from seqpart.config import Settings, TrackerName
+from seqpart.config import TrackerName
 from seqpart.device.sampler import Sampler
 from seqpart.errors import CorruptFile, OptionError
 from seqpart.model.metrics import Metrics
@@ -31,6 +31,7 @@ from seqpart.schedule.events import Event, PhaseBegun, PhaseDone, StepDone
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import Position, Step, Verb
+from seqpart.settings import Settings
 from seqpart.store.atomic import write_text
 from seqpart.store.direct import explained
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from seqpart.capture.inputs import PADS, Form, in_order, is_several
-from seqpart.config import MOST, Settings
+from seqpart.config import MOST
 from seqpart.data.boundary_cache import FedRows
 from seqpart.data.loaders import first_batch, is_loader, kept_rows
 from seqpart.data.padding import Padding, padded
@@ -36,6 +36,7 @@ from seqpart.runtime.run import Run
 from seqpart.schedule.lengths import AT_THE_END
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Position
+from seqpart.settings import Settings
 from seqpart.store.row_file import RowLayout
 
 _GOES_ON = "the step is done, and the session goes on: its export(FILE) and state_dict() give what was trained"

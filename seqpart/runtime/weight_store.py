@@ -14,7 +14,6 @@ from seqpart.checkpoint.export import export_weights
 from seqpart.checkpoint.leftovers import tell_leftovers
 from seqpart.checkpoint.resume import ResumePoint
 from seqpart.checkpoint.run_directory import RunDirectory, new_name, open_scratch, refuse_taken
-from seqpart.config import Settings
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.splits import write_rows
 from seqpart.device.device import describe_versions
@@ -30,6 +29,7 @@ from seqpart.profile.machine import existing
 from seqpart.report.reporter import EVENTS, Reporter
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import Position
+from seqpart.settings import Settings
 from seqpart.store.atomic import with_checksum, write_text
 from seqpart.store.direct import REQUEST
 from seqpart.store.host_pool import HostPool

@@ -29,7 +29,7 @@ from seqpart.data.padding import padded
 from seqpart.device.limit import limit_for
 from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
-from seqpart.methods import EXACT
+from seqpart.methods import EXACT, METHODS
 from seqpart.model.inspection import KeptModes
 from seqpart.model.losses import LossChoice
 from seqpart.model.optimizer_trials import Build
@@ -290,18 +290,14 @@ def _refuse(steps: int, reference: str, sweep: int, options: dict[str, Any]) -> 
     exact = [method.name for method in EXACT]
     if reference not in exact:
         raise OptionError(f"--reference: expected one of {', '.join(exact)}; found {reference!r}.")
-    if options.get("method") in ("sil", "ist"):
-        raise OptionError(
-            f"--method {options['method']} is approximate: its bits are not those of full training. Verify streamed or "
-            "checkpointed."
-        )
-    if options.get("method") == "psl":
-        raise OptionError(
-            "--method psl adds up gradients pair by pair, which rounds otherwise than full training does: no bits are to be "
-            "compared. Verify streamed or checkpointed with --loss psl."
-        )
-    if options.get("method") == "full":
-        raise OptionError("--method full is what the others are compared with. Verify streamed or checkpointed.")
+    if method := METHODS.get(options.get("method", "")):
+        if not method.exact:
+            raise OptionError(
+                f"--method {method.name} is approximate: its bits are not those of full training. Verify streamed or "
+                "checkpointed."
+            )
+        if method.unverified:
+            raise OptionError(method.unverified)
     if options.get("trace") or options.get("log"):
         raise OptionError("--trace and --log: verify runs training several times. Give them to the training itself.")
     if options.get("output_dir") or options.get("overwrite"):

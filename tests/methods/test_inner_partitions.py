@@ -11,7 +11,7 @@ from seqpart.errors import Interrupted, OptionError
 from seqpart.methods import objectives
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.objectives import OBJECTIVES, lack_of
-from seqpart.methods.sil import sil_phases
+from seqpart.methods.sil import SIL
 from seqpart.schedule.phase import PhaseKind
 from tests.exactly import split
 from tests.given import classified
@@ -84,7 +84,7 @@ def test_a_frozen_partition_gives_what_it_gives_to_the_one_behind_it():
     work = Workload(
         train_rows=60, test_rows=20, shuffle=False, partitions=(learns, frozen, learns, learns), synthetic_inputs=True
     )  # fmt: skip
-    kinds = [phase.kind for phase in sil_phases(work) if phase.kind in (PhaseKind.CACHE, PhaseKind.DRAW)]
+    kinds = [phase.kind for phase in SIL.phases(work) if phase.kind in (PhaseKind.CACHE, PhaseKind.DRAW)]
     assert kinds == [PhaseKind.DRAW, PhaseKind.CACHE, PhaseKind.DRAW]
 
 

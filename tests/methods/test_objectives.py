@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.config import Config
 from seqpart.errors import OptionError
 from seqpart.methods import labels as labels_room
 from seqpart.methods.labels import SyntheticLabels
@@ -99,7 +100,7 @@ def test_orthogonal_directions_have_length_one_where_classes_are_more_than_dimen
 def targets(objective, shape, *, label_shape=(), classes=6, most=1 << 20):
     return Targets(
         partition=0, partitions=2, output_shape=shape, label_shape=label_shape, classes=classes, seed=3, most=most, device=CPU,
-        final_loss=F.cross_entropy, objective=objective, kappa=10.0, prototype_scale=16.0,
+        final_loss=F.cross_entropy, config=Config(mem_limit="1GB", method="sil", objective=objective),
     )  # fmt: skip
 
 
@@ -252,7 +253,7 @@ def test_a_run_on_images_and_on_tokens_equals_the_algorithm_written_plainly(
         if p == len(starts) - 1:
             return final
         wanted = targets(objective, shape, label_shape=tuple(y.shape[1:]))
-        return OBJECTIVES[objective](replace(wanted, partition=p, seed=seed, prototype_scale=8.0 if p else 16.0))
+        return OBJECTIVES[objective](replace(wanted, partition=p, seed=seed))
 
     modules = plain_modules(network(), seed)
     plainly(modules, starts, x, y, judge_of, seed=seed, synthetic=inputs == "synthetic")

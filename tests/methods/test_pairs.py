@@ -18,7 +18,7 @@ from seqpart.device.device import Device
 from seqpart.device.pages import aligned
 from seqpart.errors import DataError, DoesNotFit, Interrupted, ModelError, OptionError
 from seqpart.methods.method import PartitionTraining, Workload
-from seqpart.methods.separable import PSL, psl_phases, rows_of_pairs
+from seqpart.methods.separable import PSL
 from seqpart.model import SeparableLinear
 from seqpart.model.losses import element_pair, partially_separable
 from seqpart.model.tiling import Separation
@@ -187,7 +187,7 @@ def test_classes_without_rows_are_pushed_away_all_the_same(tmp_path):
 def phases(classes, *, rows=12, batch=12, micro=12, epochs=1):
     training = PartitionTraining(epochs=epochs, batch_size=batch, micro_batch=micro)
     work = Workload(train_rows=rows, test_rows=5, shuffle=False, partitions=(training,) * (classes + 2), one_value=False)
-    return psl_phases(work)
+    return PSL.phases(work)
 
 
 def test_the_schedule_is_made_of_the_five_verbs():
@@ -228,7 +228,7 @@ def test_as_many_rows_pass_at_once_as_were_planned_for(rows, classes, batch, mic
     torch.manual_seed(seed)
     x, y = torch.zeros(rows, 1), torch.cat([torch.arange(classes), torch.randint(classes, (rows,))])[:rows]
     own, key = split("training", x, y), (seed, "order") if shuffles else None
-    found = rows_of_pairs(PSL, partially_separable, (own, own), batch=batch, epochs=3, key=key)(min(micro, batch))
+    found = PSL.rows_per_pass(partially_separable, (own, own), batch=batch, epochs=3, key=key)(min(micro, batch))
     most = 0
     for epoch in range(1, 4):
         order_of = order(rows, epoch, seed=seed) if shuffles else torch.arange(rows)

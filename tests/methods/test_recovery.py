@@ -10,7 +10,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.errors import OptionError
 from seqpart.methods.method import PartitionTraining, Recovery, Workload
-from seqpart.methods.sil import sil_phases
+from seqpart.methods.sil import SIL
 from tests.command import run
 from tests.runtime.test_same_as_plain import CLASSES, OPTIMIZERS, data, network, plain_modules, row_order
 
@@ -114,4 +114,4 @@ def test_recovery_is_tested_in_its_own_micro_batches():
     part = PartitionTraining(epochs=1, batch_size=20, micro_batch=20)
     recovery = Recovery(epochs=1, batch_size=20, micro_batch=5, frozen=frozenset())
     work = Workload(train_rows=60, test_rows=20, shuffle=False, partitions=(part, part), recovery=recovery)
-    assert {phase.micro_batch for phase in sil_phases(work) if phase.stage} == {5}
+    assert {phase.micro_batch for phase in SIL.phases(work) if phase.stage} == {5}

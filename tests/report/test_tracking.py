@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from seqpart.config import Settings
 from seqpart.errors import OptionError
 from seqpart.runtime import tracking
+from seqpart.settings import Settings
 from seqpart.verify import verify
 from tests.command import ENVIRONMENT, SMALL, call, end, refused, run, start
 from tests.given import classified, trained

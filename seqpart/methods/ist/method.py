@@ -11,38 +11,16 @@ and behind the last round mean and deviation of the whole network's neurons over
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
-from seqpart.methods.exact import true_loss, whole_network
+from seqpart.config import Config, Ist
+from seqpart.data.source import Source
+from seqpart.errors import OptionError
+from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, Workload, test_phases
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.rounds import Rounds
-
-
-def ist_phases(work: Workload) -> Phases:
-    """`work.partitions` are those of one subnet."""
-    subnets = work.subnets
-    assert subnets is not None
-    split = Phase(
-        kind=PhaseKind.SPLIT,
-        partition=0,
-        through=subnets.whole - 1 if subnets.whole > 1 else None,
-        rows=1,
-        batch=1,
-        micro_batch=1,
-    )
-    epochs = work.partitions[0].epochs
-    turn = replace(whole_network(work, streamed=True), epochs=epochs, rows=subnets.rows, rows_of=0)
-    turns = tuple(
-        replace(_moved(turn, subnets.whole + part * len(work.partitions)), skips=part * subnets.rows * (not subnets.all_rows))
-        for part in range(subnets.count)
-    )
-    return Phases([
-        Rounds(
-            split=split, turns=turns, merge=replace(split, kind=PhaseKind.MERGE), local=subnets.local_steps, epochs=epochs,
-            behind=(*_statistics(work), *_tests(work)), every=work.tests.epochs,
-        )
-    ])  # fmt: skip
 
 
 def _moved(phase: Phase, by: int) -> Phase:
@@ -76,4 +54,51 @@ def _tests(work: Workload) -> Iterator[Phase]:
     return (replace(test, ends=whole - 1) for test in test_phases(alike))
 
 
-IST = Method(name="ist", exact=False, cuts=True, phases=ist_phases, loss=true_loss)
+class IstMethod(Method):
+    """Cuts subnets out of the network, trains each for some updates on its own rows, and puts them back."""
+
+    name, exact, has_subnets, divides_weights = "ist", False, True, True
+    options: ClassVar[tuple[type, ...]] = (Ist,)
+    fixed: ClassVar[frozenset[str]] = frozenset({"epochs"})
+    """Rounds are counted from the first epoch on."""
+
+    def phases(self, work: Workload) -> Phases:
+        """`work.partitions` are those of one subnet."""
+        subnets = work.subnets
+        assert subnets is not None
+        split = Phase(
+            kind=PhaseKind.SPLIT,
+            partition=0,
+            through=subnets.whole - 1 if subnets.whole > 1 else None,
+            rows=1,
+            batch=1,
+            micro_batch=1,
+        )
+        epochs = work.partitions[0].epochs
+        turn = replace(whole_network(work, streamed=True), epochs=epochs, rows=subnets.rows, rows_of=0)
+        each, share = len(work.partitions), 0 if subnets.all_rows else subnets.rows
+        turns = tuple(replace(_moved(turn, subnets.whole + part * each), skips=part * share) for part in range(subnets.count))
+        return Phases([
+            Rounds(
+                split=split, turns=turns, merge=replace(split, kind=PhaseKind.MERGE), local=subnets.local_steps, epochs=epochs,
+                behind=(*_statistics(work), *_tests(work)), every=work.tests.epochs,
+            )
+        ])  # fmt: skip
+
+    def contradictions(self, config: Config) -> Iterator[str]:
+        if config.subnets is None:
+            yield "--method ist needs --subnets: how many parts the network is divided into"
+        if config.tile_bytes:
+            yield "--tile goes with exact methods; method ist divides large layers itself"
+        if config.ema is not None:
+            yield "--ema goes with no --method ist, whose subnets are other neurons in every round. Leave one out"
+
+    def refuse_source(self, source: Source) -> None:
+        if source.streams:
+            raise OptionError(
+                "--method ist gives every subnet rows by their numbers, and a stream has none. Give a data set with [i]."
+            )
+        super().refuse_source(source)
+
+
+IST = IstMethod()

@@ -1,0 +1,125 @@
+"""Settings: the options of a run, checked one by one, against each other, and by the method that they name."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from seqpart import config
+from seqpart.config import IN_PYTHON, NO_LIMIT, NO_METHOD, Config, given_of
+from seqpart.errors import OptionError
+from seqpart.fields import checked_value, flag_of, joined, out_of_range, said_of, values_of
+from seqpart.methods import METHODS, methods_named
+from seqpart.methods.method import Method
+from seqpart.model.losses import LossName
+from seqpart.schedule import lengths
+from seqpart.schedule.best import criterion_of
+from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.text import refuse_unusable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Config):
+    """Settings of a training run: a Config whose values have the types of their fields and go together.
+
+    Raises OptionError for values of another type, out of range, or that contradict each other, and where `method` is missing.
+    """
+
+    def __post_init__(self) -> None:
+        """Take every value as its field's type has it; all that is wrong is said at once."""
+        if self.method is None:
+            raise OptionError(NO_METHOD)
+        problems, hints = list[str](), hints_of(type(self))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            try:
+                value = checked_value(field.name, value, hints[field.name])
+                if isinstance(value, Path):
+                    refuse_unusable(flag_of(field.name), value)
+            except OptionError as error:
+                problems.append(error.with_flags)
+                value = next(iter(METHODS)) if field.name == "method" else field.default
+            object.__setattr__(self, field.name, value)
+        epochs = tuple(map(lengths.whole_where_it_is, values_of(self.epochs)))
+        object.__setattr__(self, "epochs", epochs if isinstance(self.epochs, tuple) else epochs[0])
+        _ = self.saving, self.partition_choice(), self.tile_bytes, self.tests, criterion_of(self.best_by)
+        if isinstance(self.lr_schedule, str):
+            rate_schedule(self.lr_schedule, self.warmup_updates)
+        problems += self._contradictions()
+        problems += filter(None, (out_of_range(name, getattr(self, name), hint) for name, hint in hints.items()))
+        if problems:
+            raise OptionError(joined(problems))
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The method of that name, or the exact ones that `auto` chooses from."""
+        return methods_named(self.method)
+
+    def _contradictions(self) -> Iterator[str]:
+        """What does not go together, in words."""
+        exact = self.methods[0].exact
+        if self.weights_partial and self.weights is None:
+            yield "--weights-partial goes with --weights. Leave it out"
+        for other in METHODS.values():
+            for name in (name for group in other.options for name in given_of(group, self) if other.name != self.method):
+                yield f"{flag_of(name)} goes with --method {other.name} only; found --method {self.method}. Leave it out"
+        if len(self.methods) == 1:
+            yield from self.methods[0].contradictions(self)
+        if self.warmup_updates and not isinstance(self.lr_schedule, str):
+            yield "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
+        if self.ema is not None and not 0 < self.ema < 1:
+            yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {self.ema}"
+        yield from self._lengths(exact=exact)
+        if self.divides_weights and "adafactor" in values_of(self.optimizer):
+            yield f"--optimizer adafactor looks at a weight as a whole, and {self.divides_weights} divides it. Take another"
+
+    def _lengths(self, *, exact: bool) -> Iterator[str]:
+        """What does not go together about the run's length and its evaluations."""
+        method, epochs = self.method, values_of(self.epochs)
+        if self.eval_every is not None and self.test_every is not None:
+            yield "--eval-every and --test-every say the same of updates and of epochs. Leave one out"
+        if self.max_steps is not None and self.epochs != Settings.epochs:
+            yield "--max-steps comes in the place of --epochs: leave one out"
+        for flag, given in (("--early-stopping", self.early_stopping is not None), ("--keep-best", self.keep_best)):
+            if given and exact and self.tests == lengths.AT_THE_END:
+                yield f"{flag} needs evaluations to compare: give --eval-every"
+            elif given and not exact:
+                yield f"{flag} goes with exact methods; found --method {method}. Leave it out"
+        if exact:
+            return
+        if self.max_steps is not None:
+            yield f"--max-steps goes with exact methods; method {method} trains its parts for whole --epochs. Leave it out"
+        if not all(float(number).is_integer() for number in epochs):
+            yield f"--epochs: method {method} trains its parts for whole epochs; found {', '.join(map(str, epochs))}"
+        if lengths.interval_of(self.eval_every, None).updates is not None:
+            yield f"--eval-every: method {method} is tested between epochs; give it as '1 epoch'"
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """Settings from options by name. Raises OptionError for a name that is not a setting, and where no limit is given."""
+        names = {field.name for field in fields(cls)}
+        if unknown := sorted(set(options) - names):
+            known = sorted({*names, "quiet"})  # which Trainer takes beside them
+            said = said_of(unknown, known, IN_PYTHON)
+            raise OptionError(f"unknown setting(s): {said}" + ("" if said.endswith("?") else f" Known: {', '.join(known)}."))
+        if "mem_limit" not in options:
+            raise OptionError(NO_LIMIT)
+        return cls(**options)
+
+    @property
+    def divides_weights(self) -> str:
+        """What cuts weights into pieces that are updated one by one; "" where nothing is known to."""
+        return f"method {self.method}" if self.methods[0].divides_weights else "--tile" if self.tile_bytes else ""
+
+    @property
+    def loss_name(self) -> LossName | None:
+        return self.loss or self.methods[0].loss_name
+
+    @property
+    def shuffles(self) -> bool:
+        return self.methods[0].shuffles(self) if self.shuffle == "auto" else self.shuffle
+
+
+def hints_of(kind: type[Any]) -> dict[str, Any]:
+    """The types of its fields, each with its Note; a method may be any that there is, also one that was registered."""
+    return config.hints_of(kind) | {"method": Literal["auto", *METHODS]}

@@ -1,0 +1,42 @@
+"""The methods by name: where they are named, and what a new one may be called."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import seqpart
+from seqpart import Trainer
+from seqpart.errors import OptionError
+from seqpart.methods import METHODS, register
+from seqpart.methods.sil import SilMethod
+
+ROOT = Path(seqpart.__file__).parent
+NAMED = {
+    "config.py": {"auto", *METHODS},  # for editors and type checkers; and the headings of their options
+    "cli/job.py": {"sil"},  # the command's default
+    "cli/verify.py": {"streamed", "full"},  # its defaults
+    "verify/verification.py": {"streamed", "full"},
+    "runtime/evaluation.py": {"streamed"},  # an evaluation trains nothing: the method that needs least
+    "plan/plan.py": {"streamed"},  # how recovery is planned
+    "model/losses.py": {"psl"},  # a loss of that name
+}
+
+
+def test_no_other_package_asks_for_a_method_by_its_name():
+    for path in sorted(ROOT.rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if not name.startswith("methods/"):
+            found = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            assert not found & set(METHODS) - NAMED.get(name, set()), name
+
+
+def test_a_name_stands_for_one_method():
+    for name in ("sil", "auto"):
+        with pytest.raises(OptionError, match=f"there is a method {name} already"):
+            register(type("Other", (SilMethod,), {"name": name})())
+
+
+def test_options_of_one_method_do_not_go_with_another():
+    with pytest.raises(OptionError, match='subnets goes with method="ist" only; found method="sil"'):
+        Trainer([], mem_limit="2GB", method="sil", subnets=2)
