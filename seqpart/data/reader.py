@@ -87,7 +87,7 @@ def picks(rows: Rows, phase: Phase, seed: int, first_update: int) -> Iterator[tu
     passing = windows(rows.count, rows.layout.chunk_rows, key)
     window, start = next(passing), 0
     for m, span in phase.spans(first_update):
-        found, at, stop = [], phase.skips + span.start, phase.skips + span.stop
+        found, at, stop = [], phase.within.skips + span.start, phase.within.skips + span.stop
         while at < stop:
             while at >= start + len(window.order):
                 start += len(window.order)

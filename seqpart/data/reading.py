@@ -166,7 +166,7 @@ class PassingReader:
     """Batches of one phase in order, each read when it is needed, or ahead by the workers."""
 
     def __init__(self, rows: PassingRows, phase: Phase, *, seed: int, first_update: int) -> None:
-        self._phase, self._rows, self._device, self._skips = phase, rows, rows.device, phase.skips
+        self._phase, self._rows, self._device, self._skips = phase, rows, rows.device, phase.within.skips
         self._part, self._reader = rows.reading.part(rows.number)
         self._workers, self._asked = list(rows.reading.workers), 0
         training = phase.kind is PhaseKind.TRAIN

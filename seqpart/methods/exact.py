@@ -13,7 +13,7 @@ from dataclasses import replace
 from seqpart.config import Config
 from seqpart.fields import as_text
 from seqpart.methods.method import Method, Workload, test_phases
-from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phase import Order, Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.pieces import training
 
@@ -21,11 +21,11 @@ from seqpart.schedule.pieces import training
 def whole_network(work: Workload, *, streamed: bool) -> Phase:
     """Returns one pass of updates through all partitions, as epoch 0."""
     first, last = work.partitions[0], len(work.partitions) - 1
-    breadth_first = streamed and last > 0
-    streams = frozenset(range(last + 1)) - work.stays if breadth_first else frozenset[int]()
+    order = Order.PARTITIONS if streamed and last else Order.MICRO_BATCHES
+    streams = frozenset(range(last + 1)) - work.stays if order is Order.PARTITIONS else frozenset[int]()
     return Phase(
         kind=PhaseKind.TRAIN, partition=0, through=last if last else None, rows=work.train_rows, batch=first.batch_size,
-        micro_batch=first.micro_batch, shuffle=work.shuffle, breadth_first=breadth_first, streams=streams, clips=work.clips,
+        micro_batch=first.micro_batch, shuffle=work.shuffle, order=order, streams=streams, clips=work.clips,
         frozen=frozenset(p for p, part in enumerate(work.partitions) if not part.trainable),
         keeps=work.keeps, offloads=work.offloads,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from seqpart.model.reductions import (
     takes_classes_first,
 )
 from seqpart.schedule.lengths import AT_THE_END, Interval
-from seqpart.schedule.phase import Phase, PhaseKind, Span
+from seqpart.schedule.phase import Order, Phase, PhaseKind, Span
 from seqpart.schedule.phases import Phases
 
 
@@ -158,7 +158,7 @@ def test_phases(work: Workload, *, stays: bool = False) -> tuple[Phase, ...]:
             micro_batch=first.micro_batch,
         )  # fmt: skip
         streams = frozenset(range(last + 1)) - work.stays
-        return (whole if stays else replace(whole, batch=first.batch_size, breadth_first=True, streams=streams),)
+        return (whole if stays else replace(whole, batch=first.batch_size, order=Order.PARTITIONS, streams=streams),)
     return tuple(
         Phase(kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch)
         for p, part in enumerate(work.partitions)

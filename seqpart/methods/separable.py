@@ -24,7 +24,7 @@ from seqpart.fields import flag_of
 from seqpart.methods.exact import trained, whole_network
 from seqpart.methods.method import Method, Workload, test_phases
 from seqpart.model.losses import LossFunction, LossName, partially_separable
-from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phase import Order, Phase, PhaseKind
 from seqpart.schedule.phases import Phases
 from seqpart.store.row_file import RowLayout
 
@@ -54,7 +54,7 @@ class PslMethod(Method):
         first, side_by_side = work.partitions[0], len(work.partitions) - 1
         fewer = replace(first, micro_batch=min(first.micro_batch, first.rows or first.micro_batch))
         pairs = replace(
-            whole_network(work, streamed=True), through=side_by_side - 1, in_pairs=True, clips=True,
+            whole_network(work, streamed=True), through=side_by_side - 1, order=Order.PAIRS, clips=True,
             streams=frozenset(range(COMMON + 1, side_by_side)), keeps=frozenset(range(side_by_side - 1)),
         )  # fmt: skip
         return trained(work, pairs, test_phases(replace(work, partitions=(fewer, *work.partitions[1:]))))

@@ -174,8 +174,7 @@ def _orders(problem: Problem, plain: Prediction, options: Sequence[Option], avai
         # Among equals the last partition comes first: its graph is there for the shortest time.
         order = sorted(alone, key=lambda option: (-option.worth(price) / max(1, option.nbytes), -option.partition))
         gaining = [option for option in order if option.worth(price) > 0]
-        best = _knapsack(problem, plain, gaining, available, price)
-        return tuple(alone[option] for option in sorted(gaining, key=lambda option: option not in best))
+        return tuple(alone[option] for option in gaining)
 
     return list(dict.fromkeys(map(ordered, _PRICES)))
 

@@ -285,7 +285,7 @@ class Compute:
         update, part = divmod(_micro_batch(step), phase.micro_batches_per_update)
         observes = phase.kind is PhaseKind.STATISTICS
         around = partial(observed, anew=self.span(step).start == 0) if observes else as_it_is
-        key = phase.epoch, phase.done + update, part
+        key = phase.epoch, phase.within.done + update, part
         return self.loaded[step.partition].forward(taken, training=training, key=key, around=around)
 
     def _part(self, step: Step) -> int:

@@ -139,4 +139,4 @@ def _begins_training(phases: Sequence[Phase], at: Position) -> bool:
     if not at.phase or at.updates or at.phase == len(phases):
         return False
     phase = phases[at.phase]
-    return phase.kind is PhaseKind.TRAIN and phase.epoch == 1 and phase.updates_of_epoch is None
+    return phase.kind is PhaseKind.TRAIN and phase.epoch == 1 and phase.within.updates_of_epoch is None

@@ -82,7 +82,7 @@ class Watch:
         at, now = executor.position, time.perf_counter()
         updates = at.updates if at.phase == executor.step.phase else phase.updates
         sums, norm = heard.latest(), executor.gradient_norm
-        done, whole = phase.share_of(updates)[0], phase.updates_of_epoch or phase.updates
+        done, whole = phase.share_of(updates)[0], phase.within.updates_of_epoch or phase.updates
         event = StepEvent(
             update=done, epoch=done / whole, partition=phase.partition, loss=sums.mean_loss, rows=sums.rows,
             seconds=now - self._since, learning_rate=executor.learning_rate,

@@ -35,6 +35,33 @@ class PhaseKind(enum.Enum):
     """End of a round: the parts are put back."""
 
 
+class Order(enum.Enum):
+    """The order in which the micro-batches of an update go through several partitions."""
+
+    MICRO_BATCHES = "micro-batches"
+    """Each micro-batch goes through all partitions before the next."""
+    PARTITIONS = "partitions"
+    """All micro-batches of a partition come before the next partition's, so that one partition at a time is enough."""
+    PAIRS = "pairs"
+    """As PARTITIONS, where those after the first are scores, which are loaded in pairs beside the first one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochSlice:
+    """The part of an epoch's updates that a phase is."""
+
+    skips: int = 0
+    """Rows in the epoch's order before its own."""
+    done: int = 0
+    """Updates in its epoch before its own."""
+    updates_of_epoch: int | None = None
+    """Updates of the whole epoch, if the phase is a part of one."""
+    updates_of_stage: int | None = None
+    """Updates of the whole stage, if that is no whole number of epochs."""
+    rows_of: int | None = None
+    """The partition whose rows it reads, if that is not its first."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
     """One pass over the training or test rows, through one partition or through several."""
@@ -55,30 +82,18 @@ class Phase:
     shuffle: bool = False
     frozen: frozenset[int] = frozenset()
     """Partitions that take part and do not learn."""
-    breadth_first: bool = False
-    """True if all micro-batches of a partition come before the next partition's; else each one goes through all of them."""
+    order: Order = Order.MICRO_BATCHES
     streams: frozenset[int] = frozenset()
     """Partitions that are loaded one after the other, twice in each update; the others stay on the device."""
     clips: bool = False
     """True if gradients wait at home: updates for the norm over all partitions, or a score's gradients for its other pairs."""
-    in_pairs: bool = False
-    """True if the partitions after the first are scores, loaded in pairs beside the first one (method psl)."""
     keeps: frozenset[int] = frozenset()
     """Partitions that keep the graph of FORWARD for BACKWARD, instead of recomputing it."""
     offloads: frozenset[int] = frozenset()
     """Those of `keeps` whose graphs are offloaded in between."""
     stage: int = 0
     """Optimizer state lives as long as a stage: recovery begins a new one."""
-    rows_of: int | None = None
-    """The partition whose rows it reads, if that is not its first."""
-    skips: int = 0
-    """Rows in the epoch's order before its own."""
-    done: int = 0
-    """Updates in its epoch before its own."""
-    updates_of_epoch: int | None = None
-    """Updates of the whole epoch, if the phase is a piece of one."""
-    updates_of_stage: int | None = None
-    """Updates of the whole stage, if that is no whole number of epochs."""
+    within: EpochSlice = EpochSlice()
     ends: int | None = None
     """The network's last partition; None: the last one there is."""
     view: int = 0
@@ -97,6 +112,15 @@ class Phase:
     @property
     def partitions(self) -> range:
         return range(self.partition, self.last + 1)
+
+    @property
+    def breadth_first(self) -> bool:
+        """True if all micro-batches of a partition come before the next partition's."""
+        return self.order is not Order.MICRO_BATCHES
+
+    @property
+    def in_pairs(self) -> bool:
+        return self.order is Order.PAIRS
 
     def keeps_rows(self, p: int) -> bool:
         """True if partition p's input rows stay on the device for every pair of scores of an update, and each pair works on
@@ -122,7 +146,7 @@ class Phase:
     @property
     def source(self) -> int:
         """The partition whose rows it reads."""
-        return self.partition if self.rows_of is None else self.rows_of
+        return self.partition if self.within.rows_of is None else self.within.rows_of
 
     def hands_on(self, partitions: int) -> bool:
         """True if the outputs of a pass without updates are the rows of the next of `partitions` partitions."""
@@ -130,21 +154,20 @@ class Phase:
 
     def share_of(self, updates: int) -> tuple[int, int]:
         """Returns (updates of its stage after `updates` of its own, updates of the whole stage)."""
-        whole = self.updates if self.updates_of_epoch is None else self.updates_of_epoch
-        stage = self.epochs * whole if self.updates_of_stage is None else self.updates_of_stage
-        return (self.epoch - 1) * whole + self.done + updates, stage
+        whole = self.within.updates_of_epoch or self.updates
+        stage = self.within.updates_of_stage or self.epochs * whole
+        return (self.epoch - 1) * whole + self.within.done + updates, stage
 
     @property
     def is_turn(self) -> bool:
         """True if it is one part's training in a round."""
-        return self.updates_of_epoch is not None and self.updates_of_stage is None
+        return self.within.updates_of_epoch is not None and self.within.updates_of_stage is None
 
     @property
     def epochs_done(self) -> float:
         """Epochs of its stage that are over after it."""
-        return (
-            self.epoch if self.updates_of_epoch is None else self.epoch - 1 + (self.done + self.updates) / self.updates_of_epoch
-        )
+        whole = self.within.updates_of_epoch
+        return self.epoch if whole is None else self.epoch - 1 + (self.within.done + self.updates) / whole
 
     @property
     def lowest(self) -> int:

@@ -60,8 +60,11 @@ class Pieces:
             stop = min(stop, first // self.every * self.every + self.every)
         before = done * train.batch
         return replace(
-            train, epoch=first // train.updates + 1, epochs=self.epochs, done=done, updates_of_epoch=train.updates,
-            updates_of_stage=self.updates, skips=train.skips + before,
+            train, epoch=first // train.updates + 1, epochs=self.epochs,
+            within=replace(
+                train.within, done=done, updates_of_epoch=train.updates, updates_of_stage=self.updates,
+                skips=train.within.skips + before,
+            ),
             rows=min((stop - first) * train.batch, train.rows - before),
         )  # fmt: skip
 

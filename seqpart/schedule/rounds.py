@@ -62,7 +62,8 @@ class Rounds:
         turn, done = self.turns[part], round_ * self.local
         before = done * turn.batch
         return replace(
-            turn, epoch=epoch + 1, done=done, updates_of_epoch=turn.updates, skips=turn.skips + before,
+            turn, epoch=epoch + 1,
+            within=replace(turn.within, done=done, updates_of_epoch=turn.updates, skips=turn.within.skips + before),
             rows=min(self.local * turn.batch, turn.rows - before),
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.schedule.lengths import AT_THE_END, Interval, interval_of, length_of
-from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phase import EpochSlice, Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases, counted, last_trainings
 from seqpart.schedule.pieces import Pieces, training
 from seqpart.schedule.progress import Progress, checked
@@ -35,8 +35,10 @@ def spelled_out(stretch):
             continue
         done = first % train.updates
         yield replace(
-            train, epoch=first // train.updates + 1, epochs=stretch.epochs, done=done, updates_of_epoch=train.updates,
-            updates_of_stage=stretch.updates, skips=done * train.batch,
+            train, epoch=first // train.updates + 1, epochs=stretch.epochs,
+            within=EpochSlice(
+                done=done, updates_of_epoch=train.updates, updates_of_stage=stretch.updates, skips=done * train.batch
+            ),
             rows=min((update - first) * train.batch, train.rows - done * train.batch),
         )  # fmt: skip
         first = update
@@ -46,7 +48,7 @@ def spelled_out(stretch):
 
 def alike(phase):
     """What is told apart where phases are counted."""
-    return replace(phase, epoch=0, done=0, skips=0, rows=0)
+    return replace(phase, epoch=0, within=replace(phase.within, done=0, skips=0), rows=0)
 
 
 @given(stretch=stretches(), data=st.data())
@@ -68,7 +70,7 @@ def test_updates_are_those_of_whole_epochs_and_their_share_of_the_schedule_rises
     epochs, seen = stretch.train.updates, []
     for phase in Phases([stretch]):
         if phase.kind is PhaseKind.TRAIN:
-            seen += [(phase.epoch, phase.done + n, *phase.share_of(n)) for n in range(phase.updates)]
+            seen += [(phase.epoch, phase.within.done + n, *phase.share_of(n)) for n in range(phase.updates)]
     assert seen == [(n // epochs + 1, n % epochs, n, stretch.updates) for n in range(stretch.updates)]
 
 
@@ -98,7 +100,7 @@ def test_what_is_walked_through_stands_for_all_phases(stretch):
 def test_a_billion_epochs_take_no_time():
     train = Phase(kind=PhaseKind.TRAIN, partition=0, rows=10, batch=2, micro_batch=2)
     phases = Phases([Pieces(train=train, updates=5 * 10**9, behind=tuple(TESTS), every=3)])
-    assert (phases[-3].epoch, phases[-3].skips) == (10**9, 6)
+    assert (phases[-3].epoch, phases[-3].within.skips) == (10**9, 6)
     assert sum(phase.rows * times for phase, times in counted(phases) if phase.kind is PhaseKind.TRAIN) == 10**10
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phase import EpochSlice, Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted, last_trainings
 from seqpart.schedule.progress import Progress, checked
 from seqpart.schedule.rounds import Rounds
@@ -19,11 +19,13 @@ MERGE = replace(SPLIT, kind=PhaseKind.MERGE)
 @st.composite
 def stretches(draw):
     rows, batch, epochs = draw(st.integers(1, 12)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    turn = Phase(kind=PhaseKind.TRAIN, partition=1, rows=rows, batch=batch, micro_batch=batch, epochs=epochs, rows_of=0)
+    turn = Phase(kind=PhaseKind.TRAIN, partition=1, rows=rows, batch=batch, micro_batch=batch, epochs=epochs)
     tests = [Phase(kind=PhaseKind.TEST, partition=0, rows=5 + n, batch=5, micro_batch=5, ends=0) for n in range(3)]
     return Rounds(
         split=SPLIT, merge=MERGE, local=draw(st.integers(1, 5)), epochs=epochs,
-        turns=tuple(replace(turn, partition=1 + n, skips=n * rows) for n in range(draw(st.integers(1, 3)))),
+        turns=tuple(
+            replace(turn, partition=1 + n, within=EpochSlice(skips=n * rows, rows_of=0)) for n in range(draw(st.integers(1, 3)))
+        ),
         behind=tuple(tests[: draw(st.integers(1, 3))]), every=draw(st.one_of(st.none(), st.integers(1, 4))),
     )  # fmt: skip
 
@@ -38,7 +40,8 @@ def spelled_out(stretch):
             for part in stretch.turns:
                 first = done * part.batch
                 yield replace(
-                    part, epoch=epoch, done=done, updates_of_epoch=part.updates, skips=part.skips + first,
+                    part, epoch=epoch,
+                    within=EpochSlice(done=done, updates_of_epoch=part.updates, skips=part.within.skips + first, rows_of=0),
                     rows=min(stretch.local * part.batch, part.rows - first),
                 )  # fmt: skip
             yield replace(MERGE, epoch=number)
@@ -49,7 +52,7 @@ def spelled_out(stretch):
 
 def alike(phase):
     """What is told apart where phases are counted."""
-    return replace(phase, epoch=0, done=0, skips=0)
+    return replace(phase, epoch=0, within=replace(phase.within, done=0, skips=0))
 
 
 @given(stretch=stretches(), data=st.data())
@@ -78,12 +81,12 @@ def test_the_last_turn_of_each_part_is_known_and_all_rows_of_an_epoch_are_traine
         if phase.kind is PhaseKind.TRAIN:
             last[0, phase.partition] = number
             rows = seen.setdefault((phase.partition, phase.epoch), [])
-            rows += range(phase.skips, phase.skips + phase.rows)
+            rows += range(phase.within.skips, phase.within.skips + phase.rows)
             assert phase.share_of(phase.updates)[0] <= phase.share_of(0)[1], "the learning rate's schedule ends with the last"
     assert last_trainings(phases) == last
     for (partition, _), rows in seen.items():
         turn = stretch.turns[partition - 1]
-        assert rows == list(range(turn.skips, turn.skips + turn.rows))
+        assert rows == list(range(turn.within.skips, turn.within.skips + turn.rows))
 
 
 @given(stretch=stretches())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.errors import ScheduleError
-from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phase import Order, Phase, PhaseKind
 from seqpart.schedule.progress import checked
 from seqpart.schedule.steps import Position, Step, Verb, parse, steps_of, to_text
 
@@ -120,7 +120,7 @@ def streamed_runs(draw, *, some_stay=False):
     count = draw(st.integers(2, 6))
     phase = Phase(
         kind=PhaseKind.TRAIN, partition=0, through=count - 1, epoch=1,
-        breadth_first=True,
+        order=Order.PARTITIONS,
         streams=draw(st.frozensets(st.integers(0, count - 1))) if some_stay else frozenset(range(count)),
         rows=draw(st.integers(1, 40)),
         batch=draw(st.integers(1, 25)), micro_batch=draw(st.integers(1, 12)), clips=draw(st.booleans()),
@@ -245,7 +245,7 @@ def test_a_streamed_run_resumed_anywhere_does_exactly_the_work_that_was_left(pha
 def streamed(count, *, rows):
     """A pass over `count` partitions that all come and go, in updates of two micro-batches."""
     return Phase(
-        kind=PhaseKind.TRAIN, partition=0, through=count - 1, rows=rows, batch=4, micro_batch=2, breadth_first=True,
+        kind=PhaseKind.TRAIN, partition=0, through=count - 1, rows=rows, batch=4, micro_batch=2, order=Order.PARTITIONS,
         streams=frozenset(range(count)),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from seqpart.data.source import Source
 from seqpart.errors import OptionError
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, Workload, test_phases
-from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phase import EpochSlice, Phase, PhaseKind
 from seqpart.schedule.phases import Phases
 from seqpart.schedule.rounds import Rounds
 
@@ -75,9 +75,12 @@ class IstMethod(Method):
             micro_batch=1,
         )
         epochs = work.partitions[0].epochs
-        turn = replace(whole_network(work, streamed=True), epochs=epochs, rows=subnets.rows, rows_of=0)
+        turn = replace(whole_network(work, streamed=True), epochs=epochs, rows=subnets.rows)
         each, share = len(work.partitions), 0 if subnets.all_rows else subnets.rows
-        turns = tuple(replace(_moved(turn, subnets.whole + part * each), skips=part * share) for part in range(subnets.count))
+        turns = tuple(
+            replace(_moved(turn, subnets.whole + part * each), within=EpochSlice(skips=part * share, rows_of=0))
+            for part in range(subnets.count)
+        )
         return Phases([
             Rounds(
                 split=split, turns=turns, merge=replace(split, kind=PhaseKind.MERGE), local=subnets.local_steps, epochs=epochs,
