@@ -190,7 +190,7 @@ class Trainer:
 
         def work(attempt: ExitStack, model: object) -> tuple[Planner, ExecutionPlan]:
             planner = attempt.enter_context(closing(prepare(model=model)))
-            return planner, with_fewer_workers(planner, lambda: plan(planner))
+            return planner, with_fewer_workers(planner, partial(plan, planner))
 
         model = stack.enter_context(KeptModes(stack.enter_context(PlainTensors(self.model, self.device.kind))))
         if in_pairs:

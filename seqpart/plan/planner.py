@@ -120,31 +120,32 @@ class Planner(Inputs):
     def planned(self, request: PlanRequest | None = None) -> ExecutionPlan:
         """Makes a new plan, or one with the cut and micro-batch of the saved plan. Raises like `prepare`."""
         asked = request or self.request
-        return self.measured(lambda: self._planned(asked))
+        return self.measured(partial(self._planned, asked))
 
     def measured(self, plan: Callable[[], ExecutionPlan]) -> ExecutionPlan:
         """Repeats `plan` until the blocks that it uses have been run for real, each kind at the plan's micro-batch."""
         with self.under_limit():
-            return self._measured(plan)
+            while True:
+                try:
+                    prepared = plan()
+                except DoesNotFit as refusal:  # the limit that it names must be one that fits
+                    rows = refusal.rows or min(planning.possible_micro_batches(self.problem(self.request)))
+                    if self.try_blocks([(rows, 0, len(self.chain))]):
+                        continue
+                    if refusal.smallest is None or not (more := self.trials.unmeasured(rows)):
+                        raise
+                    raise refused(refusal.message, refusal.smallest + more, rows, tried=False) from None
+                if not self.try_blocks(self._used_by(prepared)):
+                    return prepared
 
-    def _measured(self, plan: Callable[[], ExecutionPlan]) -> ExecutionPlan:
-        while True:
-            try:
-                prepared = plan()
-            except DoesNotFit as refusal:  # the limit that it names must be one that fits
-                rows = refusal.rows or min(planning.possible_micro_batches(self.problem(self.request)))
-                if self.try_blocks([(rows, 0, len(self.chain))]):
-                    continue
-                if refusal.smallest is None or not (more := self.trials.unmeasured(rows)):
-                    raise
-                raise refused(refusal.message, refusal.smallest + more, rows, tried=False) from None
-            parts = prepared.plan.partitions
-            sizes = {stage.micro_batch for stage in prepared.stages[1:]}
-            wanted = [(prepared.partition_costs[p].rows, part.first, part.last) for p, part in enumerate(parts)]
-            batches = [rows for size in values_of(self.settings.batch_size) for rows in (size, self.train.epoch_rows % size)]
-            sizes |= self.trials.last_rows({part.micro_batch for part in parts}, [*batches, self.test.count])
-            if not self.try_blocks([*wanted, *((size, 0, len(self.chain)) for size in sizes)]):
-                return prepared
+    def _used_by(self, prepared: ExecutionPlan) -> list[tuple[int, int, int]]:
+        """Returns (rows, first block, last block) of all that a run of the plan computes with."""
+        parts = prepared.plan.partitions
+        sizes = {stage.micro_batch for stage in prepared.stages[1:]}
+        wanted = [(prepared.partition_costs[p].rows, part.first, part.last) for p, part in enumerate(parts)]
+        batches = [rows for size in values_of(self.settings.batch_size) for rows in (size, self.train.epoch_rows % size)]
+        sizes |= self.trials.last_rows({part.micro_batch for part in parts}, [*batches, self.test.count])
+        return [*wanted, *((size, 0, len(self.chain)) for size in sizes)]
 
     def _planned(self, request: PlanRequest) -> ExecutionPlan:
         reuse = request.saved

@@ -7,7 +7,7 @@ the loss, and between them the boundary exchange passes activations up and gradi
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -24,35 +24,64 @@ from seqpart.methods.method import PartitionLoss, SyntheticLoss, TrueLoss
 from seqpart.model.metrics import Metrics, MetricSinks
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import Kind, LossValue
+from seqpart.plan.planner import ExecutionPlan
 from seqpart.runtime.boundary_io import BoundaryExchange, BoundaryIO, falsified
 from seqpart.runtime.elements import Elements
 from seqpart.runtime.graph_offload import Arrival, Graph, GraphOffload, apart_from, entering
 from seqpart.runtime.partition import Partition
-from seqpart.schedule.events import PhaseBegun, PhaseDone
-from seqpart.schedule.phase import Phase, PhaseKind, Span
+from seqpart.schedule.events import Event, PhaseBegun
+from seqpart.schedule.phase import PhaseKind, Span
 from seqpart.schedule.steps import Position, Step
+
+
+@dataclass(kw_only=True, slots=True)
+class Hooks:
+    """Callbacks of a run's loop.
+
+    `listen` gets every event, `sinks` the outputs that metrics are made of. `guard` runs after every step; `at_rest` gets the
+    executor wherever the whole run stands at a position, and ends the steps if it returns False; both may raise.
+    `before_update` gets a partition with its gradients before each training update. `failed` gets the executor and an error of
+    a block or of the rows in a LOAD, FORWARD or BACKWARD, when every home is as `position` says.
+    """
+
+    listen: Callable[[Event], None]
+    sinks: MetricSinks
+    guard: Callable[[], None]
+    at_rest: Callable[[Any], bool]
+    before_update: Callable[[Partition, Step], None]
+    failed: Callable[[Any, Exception], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchanges:
+    """Where the values of a stage come from and go to: rows, boundaries between partitions, offloaded graphs."""
+
+    boundaries: Boundaries
+    reader_thread: ReaderThread
+    between: BoundaryExchange
+    graphs: GraphOffload | None
+    falsify: bool
+    """True if what backward takes from `between` is slightly wrong: the control run of `verify`."""
 
 
 class Compute:
     """Runs forward and backward; `loaded` are the partitions on the device, by number: the executor loads and drops them."""
 
     def __init__(
-        self, *, phases: Sequence[Phase], partitions: Sequence[Partition],
-        losses: Callable[[int], PartitionLoss | None], boundaries: Boundaries, row_packs: Sequence[RowPack],
-        exchange: BoundaryExchange, graphs: GraphOffload | None, device: Device, reader_thread: ReaderThread, seed: int,
-        start: Position, metrics: Metrics | None, falsify: bool,
-        listen: Callable[[PhaseBegun | PhaseDone], None], heard: MetricSinks,
+        self, prepared: ExecutionPlan, partitions: Sequence[Partition], exchanges: Exchanges, device: Device, hooks: Hooks,
+        *, seed: int, start: Position, metrics: Metrics | None,
     ) -> None:  # fmt: skip
+        """metrics: the sums of the pass that `start` is in."""
+        self.phases, self.partitions, self.boundaries = prepared.phases, partitions, exchanges.boundaries
+        self.device, self.hooks, self.start = device, hooks, start
         self.loaded: dict[int, Partition] = {}
         self.metrics, self.committed = Metrics(), metrics or Metrics()
         """Metric sums over the pass so far, and as they were at the end of the last update."""
         self.judged = 0
         """Number of losses that were computed."""
-        self._phases, self._partitions, self._losses = phases, partitions, losses
-        self._handover = BoundaryIO(exchange, [p.entering for p in partitions], [p.leaving for p in partitions])
-        self._boundaries, self._row_packs, self._graphs = boundaries, row_packs, graphs
-        self._device, self._thread, self._seed, self._falsify, self._listen = device, reader_thread, seed, falsify, listen
-        self._start, self._resumes, self._heard = start, start.updates > 0, heard
+        self._losses, self._row_packs, self._seed, self._resumes = prepared.loss, prepared.row_packs, seed, start.updates > 0
+        self._handover = BoundaryIO(exchanges.between, [p.entering for p in partitions], [p.leaving for p in partitions])
+        self._graphs, self._thread, self._falsify = exchanges.graphs, exchanges.reader_thread, exchanges.falsify
         self._own_loss: dict[int, PartitionLoss | None] = {}
         self._labels: dict[int, torch.Tensor] = {}
         self._reader: BatchReader | None = None
@@ -70,7 +99,7 @@ class Compute:
         )  # fmt: skip
 
     def forward(self, step: Step) -> tuple[int, int]:
-        phase = self._phases[step.phase]
+        phase = self.phases[step.phase]
         if phase.in_pairs:
             return self._elements.forward(step, phase), 0
         batch, taken, labels = self._input(step)
@@ -85,7 +114,7 @@ class Compute:
 
     def _forward_to_test(self, step: Step, batch: Batch | None, taken: Pack, labels: torch.Tensor) -> int:
         """Runs forward without a graph. Returns the bytes written."""
-        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        phase, p, m = self.phases[step.phase], step.partition, self._part(step)
         with torch.no_grad():
             if phase.kind is PhaseKind.DRAW:
                 return self._write({self._row_packs[p].judged: cast(SyntheticLoss, self._loss_of(p)).ideal(labels)}, batch)
@@ -97,7 +126,7 @@ class Compute:
                     return 0
                 labels = self._labels.pop(m)
             # In recovery only the model's end has a loss, and the plan relies on it; a STATISTICS phase has none.
-            if phase.kind is not PhaseKind.STATISTICS and (not phase.stage or p == len(self._partitions) - 1):
+            if phase.kind is not PhaseKind.STATISTICS and (not phase.stage or p == len(self.partitions) - 1):
                 self._judge(step, self._judged(p, given), labels)
             return self._write(given, batch)
 
@@ -113,7 +142,7 @@ class Compute:
 
     def _forward_to_train(self, step: Step, taken: Pack, labels: torch.Tensor) -> None:
         """Runs forward with a graph, even if it is thrown away: the recompute in BACKWARD must use the same kernels."""
-        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        phase, p, m = self.phases[step.phase], step.partition, self._part(step)
         partition = self.loaded[p]
         stays = p not in phase.streams
         if stays and self._starts_update(step):
@@ -140,7 +169,7 @@ class Compute:
             self._judge(step, self._judged(p, given), labels if p == phase.partition else self._labels.pop(m))
 
     def backward(self, step: Step) -> tuple[int, int]:
-        phase, partition = self._phases[step.phase], self.loaded[step.partition]
+        phase, partition = self.phases[step.phase], self.loaded[step.partition]
         if phase.in_pairs:
             self._elements.backward(step, phase, self.span(step).update_rows)
             self.judged += 1  # an update has rows, so one of its pairs has a loss
@@ -172,12 +201,12 @@ class Compute:
         """Inside, the offloaded tensors of the step's graph are on the device. Yields the addresses of their memory."""
         if self._graphs is None:
             return nullcontext(frozenset())
-        away = self._phases[step.phase].offloads_graph(step.partition)
+        away = self.phases[step.phase].offloads_graph(step.partition)
         return self._graphs.on_device((step.partition, self._part(step)) if away else None)
 
     def _back_propagate(self, step: Step) -> Graph:
         """Back-propagates one of several partitions: the last from its own loss, the others from the gradient left for them."""
-        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        phase, p, m = self.phases[step.phase], step.partition, self._part(step)
         if phase.keeps_graph(p):
             graph = self.loaded[p].kept_graph(m)
             self._propagate(step, graph.edges)
@@ -210,7 +239,7 @@ class Compute:
         gradients = list(found.values())
         # The last partition's first, the order in a model that is not cut.
         for number, (_, tie) in reversed([*enumerate(self._ties)]):
-            for gradient in self._handover.take_shared(number, m) if tie.owner in self._partitions[p].blocks else ():
+            for gradient in self._handover.take_shared(number, m) if tie.owner in self.partitions[p].blocks else ():
                 roots.append(tie.owner.module.get_parameter(tie.owner_name))
                 gradients.append(gradient)
         if roots:
@@ -221,7 +250,7 @@ class Compute:
         return {number: falsified(tensor) for number, tensor in handed.items()} if self._falsify else handed
 
     def _pass_down(self, step: Step, gradients: Pack) -> None:
-        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        phase, p, m = self.phases[step.phase], step.partition, self._part(step)
         self._handover.give_down(p, m, gradients, phase.lowest)
         if p > phase.lowest and self._handover.wanted(p, phase.lowest) and not self._handover.gradients_wait(m):
             raise ModelError(
@@ -244,7 +273,7 @@ class Compute:
 
     def _hold_parts(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> None:
         """Holds the outputs of a batch that is split into micro-batches, in updates 0, 1, 2, 4, 8, ... of the phase."""
-        phase, loss = self._phases[step.phase], self._loss_of(step.partition)
+        phase, loss = self.phases[step.phase], self._loss_of(step.partition)
         update = phase.share_of(_micro_batch(step) // phase.micro_batches_per_update)[0]
         if isinstance(loss, TrueLoss) and len(output) < self.span(step).update_rows and not update & (update - 1):
             loss.hold(output, labels, self.span(step), phase.micro_batches_per_update)
@@ -258,7 +287,7 @@ class Compute:
 
     def _entering(self, step: Step, taken: Pack) -> tuple[Pack, dict[int, Arrival]]:
         """Returns the partition's inputs as leaves of its graph, requiring gradients where an earlier partition is to learn."""
-        wanted = self._handover.wanted(step.partition, self._phases[step.phase].lowest)
+        wanted = self._handover.wanted(step.partition, self.phases[step.phase].lowest)
         found = {number: entering(x, wants_gradient=number in wanted) for number, x in taken.items()}
         return {number: x for number, (x, _) in found.items()}, {number: arrival for number, (_, arrival) in found.items()}
 
@@ -271,7 +300,7 @@ class Compute:
         verdict = found if isinstance(found, LossValue) else LossValue(found, len(output))
         with torch.no_grad():
             self.metrics.add(verdict.total, len(output), judge.scores(output.detach(), labels), weight=verdict.weight)
-            self._heard.judged(self._phases[step.phase], output, labels)
+            self.hooks.sinks.judged(self.phases[step.phase], output, labels)
         self.judged += 1
         return verdict
 
@@ -281,7 +310,7 @@ class Compute:
         return self._own_loss[p]
 
     def _output(self, step: Step, taken: Pack, *, training: bool) -> Pack:
-        phase = self._phases[step.phase]
+        phase = self.phases[step.phase]
         update, part = divmod(_micro_batch(step), phase.micro_batches_per_update)
         observes = phase.kind is PhaseKind.STATISTICS
         around = partial(observed, anew=self.span(step).start == 0) if observes else as_it_is
@@ -290,17 +319,17 @@ class Compute:
 
     def _part(self, step: Step) -> int:
         """Returns the micro-batch's number within its update; boundary tensors are stored by it, in reused places."""
-        return _micro_batch(step) % self._phases[step.phase].micro_batches_per_update
+        return _micro_batch(step) % self.phases[step.phase].micro_batches_per_update
 
     def span(self, step: Step) -> Span:
-        return self._phases[step.phase].span(_micro_batch(step))
+        return self.phases[step.phase].span(_micro_batch(step))
 
     def _starts_update(self, step: Step) -> bool:
         return self._part(step) == 0
 
     def _input(self, step: Step) -> tuple[Batch | None, Pack, torch.Tensor]:
         """Returns (batch, values, labels): the phase's first partition reads rows, the others take boundary tensors."""
-        phase, p, m = self._phases[step.phase], step.partition, self._part(step)
+        phase, p, m = self.phases[step.phase], step.partition, self._part(step)
         if p != phase.partition:
             keeps = phase.kind is PhaseKind.TRAIN and phase.keeps_graph(p)
             return None, self._handover.take_up(p, m, to_keep=keeps), torch.empty(0)
@@ -316,8 +345,8 @@ class Compute:
     def _read(self, step: Step) -> tuple[Batch, Pack, torch.Tensor]:
         batch = self._next_batch(step)
         assert self._unpacked is not None
-        labels = self._device.upload(batch.labels)
-        return batch, self._unpacked.take(batch.x), labels.to(self._boundaries.label_types[self._phases[step.phase].reads[0]])
+        labels = self.device.upload(batch.labels)
+        return batch, self._unpacked.take(batch.x), labels.to(self.boundaries.label_types[self.phases[step.phase].reads[0]])
 
     def _next_batch(self, step: Step) -> Batch:
         if self._reader is None:
@@ -329,23 +358,23 @@ class Compute:
 
     def _enter(self, number: int) -> None:
         """Opens a phase: its reader, and the writer of the rows that it leaves."""
-        phase = self._phases[number]
+        phase = self.phases[number]
         split, source = phase.reads
-        first_update = self._start.updates if self._resumes else 0
+        first_update = self.start.updates if self._resumes else 0
         self.metrics = replace(self.committed) if self._resumes else Metrics()
-        self._heard.begin(phase, self.metrics, self._device.torch)
+        self.hooks.sinks.begin(phase, self.metrics, self.device.torch)
         self._resumes, self._began = False, time.perf_counter()
-        if phase.kind is not PhaseKind.TRAIN and phase.hands_on(len(self._partitions)):
+        if phase.kind is not PhaseKind.TRAIN and phase.hands_on(len(self.partitions)):
             pack, p = self._row_packs[phase.last], phase.last + 1
-            self._sink = PackWriter(pack, self._boundaries, phase.leaves, p, phase.rows, self._device)
-        rows, entering = self._boundaries.entering(phase.enters, source), self._partitions[phase.partition].entering
+            self._sink = PackWriter(pack, self.boundaries, phase.leaves, p, phase.rows, self.device)
+        rows, entering = self.boundaries.entering(phase.enters, source), self.partitions[phase.partition].entering
         pack = self._row_packs[source - 1] if source else RowPack.of_one(entering[0].number, rows.layout)
-        self._unpacked = PackReader(pack, self._boundaries, phase.enters, source, entering, self._device)
+        self._unpacked = PackReader(pack, self.boundaries, phase.enters, source, entering, self.device)
         self._reader = open_reader(
-            rows, self._boundaries.labels[split], phase, self._device, self._thread, seed=self._seed, first_update=first_update
+            rows, self.boundaries.labels[split], phase, self.device, self._thread, seed=self._seed, first_update=first_update
         )
         self._earlier = phase.rows_before(first_update)
-        self._listen(PhaseBegun(phase=phase, number=number, earlier=self._earlier))
+        self.hooks.listen(PhaseBegun(phase=phase, number=number, earlier=self._earlier))
 
     def _done_with(self, batch: Batch) -> None:
         assert self._reader is not None
@@ -359,7 +388,7 @@ class Compute:
 
     def refuse_divergence(self, number: int, update: int | None = None) -> None:
         """Raises Diverged if a loss of phase `number` so far, up to `update` (from 1), is not finite. Synchronizes on CUDA."""
-        self.metrics.refuse_divergence(f"{'' if update is None else f'update {update} of '}{self._phases[number]}")
+        self.metrics.refuse_divergence(f"{'' if update is None else f'update {update} of '}{self.phases[number]}")
 
     def end_phase(self, number: int) -> None:
         """Ends phase `number` after its last row. Raises Diverged if the loss is not finite."""
@@ -367,10 +396,10 @@ class Compute:
             self._sink.finish()
             self._sink = None
         self.close_reader()
-        metrics, phase, seconds = self.metrics, self._phases[number], time.perf_counter() - self._began
+        metrics, phase, seconds = self.metrics, self.phases[number], time.perf_counter() - self._began
         self.refuse_divergence(number)
         self.committed = Metrics()
-        self._listen(metrics.done(phase, self._earlier, seconds, self._heard.found(phase)))
+        self.hooks.listen(metrics.done(phase, self._earlier, seconds, self.hooks.sinks.found(phase)))
 
     def forget_loss(self, p: int) -> None:
         """Frees the fixed targets of partition p's loss, when p is dropped."""
@@ -386,7 +415,7 @@ class Compute:
         self.close_reader()
         self._sink = None
         self._labels.clear()
-        self._heard.forget()
+        self.hooks.sinks.forget()
         self._handover.abandon()
         self._counted = None
         self._elements.rest()

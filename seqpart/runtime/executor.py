@@ -9,13 +9,11 @@ where to go on with a smaller micro-batch.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
-from seqpart.data.boundary_cache import Boundaries
-from seqpart.device.device import Device
 from seqpart.errors import Diverged, OutOfMemory
 from seqpart.methods.ist.moving import Parting
 from seqpart.model.inspection import explained_step
@@ -24,7 +22,7 @@ from seqpart.model.scheduler import Groups
 from seqpart.runtime.compute import Compute
 from seqpart.runtime.partition import Partition
 from seqpart.runtime.slots import Slots
-from seqpart.schedule.events import Event, StepDone
+from seqpart.schedule.events import StepDone
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.progress import Progress
@@ -47,36 +45,19 @@ class AllocationFailed(Exception):
         self.step = step
 
 
-@dataclass(kw_only=True, slots=True)
-class Hooks:
-    """Callbacks of the executor.
-
-    `listen` gets every event; `guard` runs after every step; `at_rest` runs wherever the whole run stands at a position, and
-    ends the steps if it returns False; both may raise. `before_update` gets a partition with its gradients before each
-    training update. `failed` gets an error of a block or of the rows in a LOAD, FORWARD or BACKWARD, when every home is as
-    `position` says.
-    """
-
-    listen: Callable[[Event], None]
-    guard: Callable[[], None]
-    at_rest: Callable[["Executor"], bool] = lambda _: True
-    before_update: Callable[[Partition, Step], None] = lambda _, __: None
-    failed: Callable[["Executor", Exception], None] = lambda _, __: None
-
-
 class Executor:
-    """Runs steps over `partitions`; `compute` runs forward and backward, `slots` are the device memory for partitions."""
+    """Runs the steps of a schedule: `compute` runs forward and backward, `slots` are the device memory for partitions."""
 
     def __init__(
-        self, *, phases: Sequence[Phase], partitions: Sequence[Partition], compute: Compute, boundaries: Boundaries,
-        slots: Slots, store: Store, device: Device, clip_grad_norm: float | None, rate: Callable[[Phase, int], float | Groups],
-        hooks: Hooks, start: Position, parting: Parting | None = None,
+        self, compute: Compute, slots: Slots, store: Store, *, clip_grad_norm: float | None,
+        rate: Callable[[Phase, int], float | Groups], parting: Parting | None = None,
     ) -> None:  # fmt: skip
-        """parting: does SPLIT and MERGE; needed only where the schedule has them."""
+        """rate: of (phase, its finished updates). parting: does SPLIT and MERGE; needed only where the schedule has them."""
         self.step, self.compute = Step(Verb.LOAD, 0), compute
-        self.progress = Progress(phases, start)
-        self._phases, self._partitions, self._boundaries, self._slots = phases, partitions, boundaries, slots
-        self._store, self._device, self._clip, self._rate, self._hooks = store, device, clip_grad_norm, rate, hooks
+        self.progress = Progress(compute.phases, compute.start)
+        self._phases, self._partitions, self._boundaries = compute.phases, compute.partitions, compute.boundaries
+        self._device, self._hooks, self._slots, self._store = compute.device, compute.hooks, slots, store
+        self._clip, self._rate = clip_grad_norm, rate
         self._parting, self._doing = parting, False
         self._loaded = compute.loaded
         self._coming: dict[int, Partition] = {}
@@ -84,7 +65,7 @@ class Executor:
         self.learning_rate: float | None = None
         self.gradient_norm: torch.Tensor | None = None
         """Total gradient norm of the last optimizer step, before clipping."""
-        self._marked = start, compute.committed
+        self._marked = compute.start, compute.committed
         """The last position at which every home was up to date, and the metric sums of the pass there."""
         self.went_back = ""
         """The update that the homes were rolled back to, if an error undid finished updates too; else ""."""

@@ -28,8 +28,8 @@ from seqpart.profile.partition import state_layouts
 from seqpart.report.reporter import Reporter
 from seqpart.runtime import replanning
 from seqpart.runtime.boundary_io import BoundaryExchange, open_exchange
-from seqpart.runtime.compute import Compute
-from seqpart.runtime.executor import AllocationFailed, Executor, Hooks
+from seqpart.runtime.compute import Compute, Exchanges, Hooks
+from seqpart.runtime.executor import AllocationFailed, Executor
 from seqpart.runtime.graph_offload import GraphOffload, open_graphs
 from seqpart.runtime.observer import Failure, Observer
 from seqpart.runtime.partition import Partition
@@ -277,24 +277,23 @@ class Run:
         for partition in partitions if granted.borrows else ():
             owners = {tie.owner for _, tie in partition.tied}
             partition.lenders = [other for other in partitions if owners.intersection(other.blocks)]
+        exchanges = Exchanges(
+            boundaries=self.homes.boundaries, reader_thread=self.reader_thread, between=exchange, graphs=graphs,
+            falsify=self._falsify,
+        )  # fmt: skip
+        hooks = Hooks(
+            listen=self._listen, sinks=self.heard, guard=self._guard, at_rest=self._at_rest,
+            before_update=self._observer.before_update, failed=self._failed,
+        )  # fmt: skip
         compute = Compute(
-            phases=prepared.phases, partitions=partitions, losses=prepared.loss, boundaries=self.homes.boundaries,
-            row_packs=prepared.row_packs, exchange=exchange, graphs=graphs, device=self._device,
-            reader_thread=self.reader_thread, seed=settings.seed, start=start, metrics=metrics, falsify=self._falsify,
-            listen=self._listen, heard=self.heard,
+            prepared, partitions, exchanges, self._device, hooks, seed=settings.seed, start=start, metrics=metrics
         )  # fmt: skip
         gradients = any(phase.clips and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
         own = {p: partitions[p].needs(to_update=True, gradients=False) for p in granted.stays}
         shared = sorted(one.needs(to_update=True, gradients=gradients) for p, one in enumerate(partitions) if p not in own)
-        hooks = Hooks(
-            listen=self._listen, guard=self._guard, at_rest=self._at_rest, before_update=self._observer.before_update,
-            failed=self._failed,
-        )  # fmt: skip
         return Executor(
-            phases=prepared.phases, partitions=partitions, compute=compute, boundaries=self.homes.boundaries,
-            slots=Slots(shared[-granted.slots:], self._device, own), store=self.homes.store, device=self._device,
-            clip_grad_norm=settings.clip_grad_norm, rate=self.rate_of(stage), hooks=hooks, start=start,
-            parting=self._parting(stage),
+            compute, Slots(shared[-granted.slots:], self._device, own), self.homes.store,
+            clip_grad_norm=settings.clip_grad_norm, rate=self.rate_of(stage), parting=self._parting(stage),
         )  # fmt: skip
 
     def rate_of(self, stage: Stage) -> Callable[[Phase, int], float | Groups]:
