@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from seqpart.data.row_packs import RowPack
 from seqpart.methods import METHODS
 from seqpart.model.packs import Value
-from seqpart.plan.problem import Problem
+from seqpart.plan.problem import Machine, Problem
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.machine import Speeds
 from seqpart.store.layout import Layout, TensorSpec
@@ -41,17 +41,21 @@ def joined(blocks):
     ]
 
 
-def problem_of(blocks, limit, *, micro_batch, starts, speeds):
+def problem_of(blocks, limit, *, micro_batch, starts, speeds, **machine):
+    """machine: fields of its Machine that are to be others."""
     blocks, rows = joined(blocks), RowLayout((blocks[0].takes[0].row // 4,), torch.float32)
     states = [Layout.of([TensorSpec(name="m", shape=(2 * cost.weights // 4,), dtype=torch.float32)]) for cost in blocks]
+    usual = {
+        "device": "a test", "host_counts": False, "runtime": 0, "growth": 0, "heap_below": 0, "contention": 0.15,
+        "boundary_tiers": ("device",), "graph_tiers": ("disk",), "host_room": 0,
+    }  # fmt: skip
     return Problem(
-        chain=[SimpleNamespace(number=number, tied=()) for number in range(len(blocks))], device="a test", host_counts=False,
-        limit=limit, method=METHODS["sil"], runtime=0,
-        growth=0, costs_at=lambda _: blocks, counted_at=lambda _: blocks, states=states,
-        loss_of=lambda _: lambda _: (0, 0), fused=True, heap_below=0, batch_size=16, the_batch=16, micro_batch=micro_batch,
-        starts=starts, count=None, speeds=speeds, clips=False, boundary_tiers=("device",), host_room=0, label_row=0,
-        input_row=rows, row_pack=lambda _: RowPack.of_one(0, rows), cuts_behind=lambda _: True, train_rows=32, test_rows=8,
-        contention=0.15, auto=True, graph_tiers=("disk",),
+        chain=[SimpleNamespace(number=number, tied=()) for number in range(len(blocks))], method=METHODS["sil"],
+        machine=Machine(speeds=speeds, **usual | machine), limit=limit,
+        costs_at=lambda _: blocks, counted_at=lambda _: blocks, states=states,
+        loss_of=lambda _: lambda _: (0, 0), fused=True, batch_size=16, the_batch=16, micro_batch=micro_batch,
+        starts=starts, count=None, clips=False, label_row=0, input_row=rows, row_pack=lambda _: RowPack.of_one(0, rows),
+        cuts_behind=lambda _: True, train_rows=32, test_rows=8, auto=True,
     )  # fmt: skip
 
 

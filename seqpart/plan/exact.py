@@ -102,18 +102,18 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
     if saved is None or saved.method != method.name or saved.starts != problem.starts:
         return None
     parts = parts_of(problem, micro_batch, saved.starts)
-    heap = problem.may_keep_heap and saved.heap > 0 and not saved.tiers
+    heap = problem.machine.may_keep_heap and saved.heap > 0 and not saved.tiers
     stays, weights = (
         frozenset() if method.stays or not problem.auto else asked - sharing(problem, parts)
         for asked in (saved.stays, saved.weights_stay)
     )
     weights = frozenset(p for p in weights - stays if parts[p][2].state)
-    tiers, host = problem.graph_tiers, saved.graphs_at_host
+    tiers, host = problem.machine.graph_tiers, saved.graphs_at_host
     offloads = (host if "host" in tiers else frozenset()) | (saved.offloads - host if "disk" in tiers else frozenset())
     offloads -= {len(parts) - 1}
     streaming = len(parts) - len(stays)
     slots = len(parts) if method.stays else max(min(1, streaming), min(saved.slots, streaming))
-    places = tiers_of(tier if tier in problem.boundary_tiers else "disk" for tier in saved.tiers)
+    places = tiers_of(tier if tier in problem.machine.boundary_tiers else "disk" for tier in saved.tiers)
     resources = Resources(slots=slots, stays=stays, weights_stay=weights, tiers=places, keeps_heap=heap, graphs_at_host=host)
     return predict(problem, method, micro_batch, parts, resources, (saved.keeps - saved.offloads) | offloads, offloads)
 
@@ -122,10 +122,10 @@ def candidates(problem: Problem, method: Method, micro_batch: int) -> Iterator[t
     """Every cut of `cuts_of` with every number of slots and every place for boundaries; spare memory is not spent yet."""
     for starts in cuts_of(problem, method, micro_batch):
         parts = parts_of(problem, micro_batch, starts)
-        tiers = problem.boundary_tiers if len(parts) > 1 else problem.boundary_tiers[:1]
+        tiers = problem.machine.boundary_tiers if len(parts) > 1 else problem.machine.boundary_tiers[:1]
         places = [tiers_by_room(problem, [cost for _, _, cost in parts], micro_batch, tier) for tier in tiers]
         # With a third slot loads and saves overlap, where each direction has a link of its own.
-        in_turn = (2, 1) if problem.host_counts else (3, 2, 1)
+        in_turn = (2, 1) if problem.machine.host_counts else (3, 2, 1)
         for slots, place in itertools.product((len(parts),) if method.stays else in_turn, places):
             if slots <= len(parts):
                 yield parts, Resources(slots=slots, tiers=place)
@@ -209,8 +209,9 @@ def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
         f"method {' or '.join(method.name for method in methods)} needs {format_size(smallest.peak)}, at micro-batch "
         f"{smallest.candidate.micro_batch} and in {len(smallest.candidate.parts)} partition(s), and "
         f"{left_of(problem.limit)}.\n"
-        f"  runtime {format_size(problem.runtime)}; the largest partition is {where}: weights {format_size(cost.weights)}, "
-        f"gradients {format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}"
+        f"  runtime {format_size(problem.machine.runtime)}; the largest partition is {where}: "
+        f"weights {format_size(cost.weights)}, gradients {format_size(cost.gradients)}, "
+        f"optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}"
         f"\n  {_cure(problem, smallest, last - first, cost)}",
         smallest.fits_in,
         smallest.candidate.micro_batch,
@@ -220,13 +221,13 @@ def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
 def _cure(problem: Problem, smallest: Prediction, blocks: int, cost: PartitionCost) -> str:
     """Says what would help, where the partition that needs most has `blocks` blocks."""
     available = problem.limit - margin_of(problem.limit)
-    if smallest.method.stays and problem.runtime <= available:
+    if smallest.method.stays and problem.machine.runtime <= available:
         needed = _smallest(problem, [STREAMED]).peak
         but = "" if needed <= available else f", and needs {format_size(needed)}"
         return f"Or use --method streamed, which gives the same bits with one partition at a time{but}."
     finer = blocks > 1 and problem.saved is None and bool(problem.count or problem.starts)
     return what_helps(
-        problem.limit, problem.runtime, smallest.peak, finer=finer and not smallest.method.in_pairs,
+        problem.limit, problem.machine.runtime, smallest.peak, finer=finer and not smallest.method.in_pairs,
         block=cost.slot + cost.train_peak, state=cost.state,
         rows=cost.saved if problem.micro_batch and problem.saved is None else 0,
     )  # fmt: skip
@@ -300,7 +301,8 @@ def _shared(best: Prediction) -> str:
 def _whys(problem: Problem, best: Prediction, available: int) -> tuple[str, ...]:
     """Reasons of each partition: why it stays or comes in turn, and where its graph waits; in bytes and seconds per update."""
     options = {
-        (option.partition, option.kind): option for option in options_of(problem, best, offload=bool(problem.graph_tiers))
+        (option.partition, option.kind): option
+        for option in options_of(problem, best, offload=bool(problem.machine.graph_tiers))
     }
     left = f"{format_size(max(0, available - best.peak))} are left"
     return tuple(
@@ -308,7 +310,7 @@ def _whys(problem: Problem, best: Prediction, available: int) -> tuple[str, ...]
         for p in range(len(best.candidate.parts))
         for said in [
             (
-                _why_there(best, p, options, left), _why_graph(best, p, options, left, problem.host_tier),
+                _why_there(best, p, options, left), _why_graph(best, p, options, left, problem.machine.host_tier),
                 _why_boundary(best, p, options, left),
             )
         ]

@@ -54,8 +54,9 @@ def piece_of(problem: Problem, number: int, *, trained: bool = True) -> Problem:
     states = problem.states[first:last] if trained else [Layout(())] * (last - first)
     return replace(
         problem, chain=Chain(problem.chain[first:last]), costs_at=lambda rows: problem.costs_at(rows)[first:last],
-        counted_at=lambda rows: problem.counted_at(rows)[first:last], states=states, saved=None, may_keep_heap=False,
-        graph_tiers=(), known={}, placed={}, **_starts(problem, first, last, number),  # type: ignore[arg-type]
+        counted_at=lambda rows: problem.counted_at(rows)[first:last], states=states, saved=None,
+        machine=replace(problem.machine, may_keep_heap=False, graph_tiers=()), known={}, placed={},
+        **_starts(problem, first, last, number),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def choose_cuts(problem: Problem, parts: Parts, told: PlanWording) -> Cuts:
             refusals.append(refusal)
     least = min(refusals, key=lambda refusal: refusal.smallest or problem.limit)
     words = ""
-    if problem.runtime <= problem.limit - margin_of(problem.limit):
+    if problem.machine.runtime <= problem.limit - margin_of(problem.limit):
         words = "\n  A subnet, and a block of the whole network, have to fit: more --subnets make the first smaller."
     raise refused(f"{least.message}{words}", least.smallest or problem.limit, least.rows)
 
@@ -110,10 +111,11 @@ def _tested(problem: Problem, rows: int) -> tuple[Part, ...]:
             peak = test_peak(problem, (first, last, cost), rows)
             if peak > available and fitting is None:
                 block, held = problem.chain[first], cost.slot + cost.forward_peak
-                helps = what_helps(problem.limit, problem.runtime, peak, block=held)
+                helps = what_helps(problem.limit, problem.machine.runtime, peak, block=held)
                 raise refused(
                     f"{block} of the whole network needs {format_size(peak)} to be tested, at micro-batch {rows}, and "
-                    f"{left_of(problem.limit)}.\n  runtime {format_size(problem.runtime)}, weights {format_size(cost.weights)}"
+                    f"{left_of(problem.limit)}.\n  runtime {format_size(problem.machine.runtime)}, "
+                    f"weights {format_size(cost.weights)}"
                     f"\n  {helps}",
                     limit_for(peak),
                     rows,
@@ -147,7 +149,7 @@ def test_peak(problem: Problem, part: Part, rows: int) -> int:
     )
     phases = Phases([Epochs(train=test, epochs=0, behind=(test,))])
     candidate: Candidate = Candidate(rows, (part,))
-    walked, steps, _ = simulate(phases, [part[2]], problem.speeds, candidate.resources)
+    walked, steps, _ = simulate(phases, [part[2]], problem.machine.speeds, candidate.resources)
     return max(peaks_by_partition(problem, candidate, walked, steps))
 
 
@@ -296,7 +298,7 @@ class SubnetPreparation(Planner):
         phases = method.phases(self._workload(candidate, training, None))
         available, found, peak = problem.limit - margin_of(problem.limit), candidate, 0
         for slots in dict.fromkeys((candidate.resources.slots, 1)):
-            for keeps_heap in (True, False) if problem.may_keep_heap and not candidate.resources.tiers else (False,):
+            for keeps_heap in (True, False) if problem.machine.may_keep_heap and not candidate.resources.tiers else (False,):
                 resources = replace(candidate.resources, slots=slots, keeps_heap=keeps_heap)
                 found = replace(candidate, resources=resources)
                 walked, steps, _ = simulate(phases, costs, self.speeds, resources)

@@ -98,23 +98,28 @@ class Planner(Inputs):
         costs = self.costs_at(batch)
         heaviest = max(self.possible_optimizers(), key=lambda one: sum(state.nbytes for state in state_layouts(costs, one)))
         return Problem(
-            chain=self.chain, method=request.methods[0], device=self.device.name, host_counts=self.device.shares_memory,
-            limit=request.limit, runtime=self.runtime + request.spare,
-            growth=self.device.growth + request.methods[0].library_bytes(self.rows_per_pass(batch)) * self.device.shares_memory,
+            chain=self.chain, method=request.methods[0], machine=self._machine(request, costs), limit=request.limit,
             costs_at=self.costs_at, counted_at=self.counted_at, states=state_layouts(costs, heaviest), fused=heaviest.fused,
-            loss_of=partial(self.loss_cost, request), heap_below=self.device.heap_below, speeds=self.speeds,
+            loss_of=partial(self.loss_cost, request),
             clips=self._starts is not None or self.settings.clip_grad_norm is not None,
-            boundary_tiers=("device", "host" if not self.device.shares_memory or self.settings.ram_limit else "disk"),
-            host_room=self._host_budget() // (1 if self.device.shares_memory else 2), label_row=self._label_row(),
-            host_budget=self._host_budget(), pair_rows=self.rows_per_pass,
+            label_row=self._label_row(), pair_rows=self.rows_per_pass,
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
             cuts_behind=self.cuts_behind, every_learns=not self.exact, learns_alone=self.row_pack.has_one_that_learns,
-            train_rows=self.epoch_rows, test_rows=self.test.count, contention=self.device.contention, saved=request.saved,
-            auto=self.settings.method == "auto", graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
-            live_bytes=self.live_bytes,
+            train_rows=self.epoch_rows, test_rows=self.test.count, saved=request.saved, auto=self.settings.method == "auto",
+        )  # fmt: skip
+
+    def _machine(self, request: PlanRequest, costs: Sequence[BlockCost]) -> planning.Machine:
+        device, shares = self.device, self.device.shares_memory
+        kept = request.methods[0].library_bytes(self.rows_per_pass(self.full_batch)) if shares else 0
+        return planning.Machine(
+            device=device.name, host_counts=shares, runtime=self.runtime + request.spare, growth=device.growth + kept,
+            live_bytes=self.live_bytes, heap_below=device.heap_below, speeds=self.speeds, contention=device.contention,
             # A kept heap is touched as a whole: what an LSTM reserves and does not touch made it larger than planned.
-            may_keep_heap=self.device.keeps_heap and request.may_keep_heap and not any(cost.untouched for cost in costs),
+            may_keep_heap=device.keeps_heap and request.may_keep_heap and not any(cost.untouched for cost in costs),
+            boundary_tiers=("device", "host" if not shares or self.settings.ram_limit else "disk"),
+            graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
+            host_room=self._host_budget() // (1 if shares else 2), host_budget=self._host_budget(),
         )  # fmt: skip
 
     def planned(self, request: PlanRequest | None = None) -> ExecutionPlan:

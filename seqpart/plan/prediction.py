@@ -78,7 +78,7 @@ def least_peak(problem: Problem, method: Method, micro_batch: int, parts: Parts,
     for p, cost in reversed(list(enumerate(costs))):
         most = max(most, gradients + (cost.train_peak if p >= lowest else cost.forward_peak))
         gradients += cost.gradients if method.stays and cost.trainable else 0  # they wait for the end of the update
-    return problem.peak(held + max(most, least_at_end(problem, method, micro_batch, parts, resources)))
+    return problem.machine.peak(held + max(most, least_at_end(problem, method, micro_batch, parts, resources)))
 
 
 def least_at_end(problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources) -> int:
@@ -109,17 +109,17 @@ def predict(
     resources = replace(
         resources, label_row=problem.label_row, borrows=not method.stays, at_host=places.homes, graphs_at_host=wanted,
         gradients_room=problem.clips and len(parts) > 1 and not method.stays,
-        graph_buffers=graph_buffer_bytes(costs, offloads - wanted if problem.host_counts else offloads),
+        graph_buffers=graph_buffer_bytes(costs, offloads - wanted if problem.machine.host_counts else offloads),
     )  # fmt: skip
     candidate = Candidate(micro_batch, parts, resources, keeps, offloads)
     phases = _phases(problem, method, candidate)
-    walked, predicted_steps, _ = simulate(phases, costs, problem.speeds, resources)
+    walked, predicted_steps, _ = simulate(phases, costs, problem.machine.speeds, resources)
     works = works_of(predicted_steps, len(parts))
     if resources.keeps_heap:
         sizes = heaps_of(problem, max(works), costs, streamed=not method.stays and len(parts) > 1)
         candidate = with_heap(problem, candidate, sizes, lambda one: peaks_by_partition(problem, one, walked, predicted_steps))
     peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
-    seconds, computing, moving = _seconds(predicted_steps, len(walked[0].partitions), problem.contention)
+    seconds, computing, moving = _seconds(predicted_steps, len(walked[0].partitions), problem.machine.contention)
     return Prediction(
         method=method, candidate=candidate, peak=peak, seconds=seconds, computing=computing, moving=moving, works=works
     )  # fmt: skip
@@ -172,7 +172,7 @@ def heaps_of(problem: Problem, working: int, costs: Sequence[PartitionCost], *, 
     """(least, enough) bytes of a heap with room for the work of all steps. costs: costs of the partitions that share it."""
     several, replaced = len(costs) > 1, max(min(cost.gradients, cost.saved) for cost in costs)
     sizes = (size(working, replaced, several=several, streamed=streamed) for size in (least_heap_for, heap_for))
-    least, enough = (size + problem.growth for size in sizes)
+    least, enough = (size + problem.machine.growth for size in sizes)
     return least, enough
 
 
@@ -195,12 +195,12 @@ def peaks_by_partition(
         p = predicted.step.partition
         work = predicted.slots if candidate.heap else predicted.peak
         peaks[p] = max(peaks[p], work + buffers[predicted.step.phase])
-    return [problem.peak(peak, candidate.heap) for peak in peaks]
+    return [problem.machine.peak(peak, candidate.heap) for peak in peaks]
 
 
 def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
     """Bytes of host buffers for rows and for boundaries on disk, where they count against the limit."""
-    if not problem.host_counts or phase.kind in (PhaseKind.SPLIT, PhaseKind.MERGE):
+    if not problem.machine.host_counts or phase.kind in (PhaseKind.SPLIT, PhaseKind.MERGE):
         return 0
     first, last, _ = candidate.parts[phase.partition]
     reading, writing = buffers_of(
@@ -226,7 +226,7 @@ def rows_held(rows: Mapping[int, int], phases: Sequence[Phase], number: int) -> 
 def rows_for_memory(problem: Problem, boundaries: Sequence[RowPack], recovers: bool, views: int = 1) -> dict[int, int]:
     """Bytes of the rows that enter each partition, for rows that may lie in memory under the limit. boundaries: layouts of the
     rows between partitions, each in `views` views. With a recovery the data's own rows stay on the disk."""
-    if not problem.host_counts or problem.host_budget:
+    if not problem.machine.host_counts or problem.machine.host_budget:
         return {}
     splits = views * problem.train_rows, problem.test_rows
     data = sum(problem.input_row.home_bytes(count) for count in splits)
@@ -273,7 +273,7 @@ def disk_bytes(
     batches = -(-problem.batch_size // candidate.micro_batch)
     graphs = batches * sum(round_up(costs[p].graph) for p in candidate.offloads - candidate.resources.graphs_at_host)
     best = (3 if saves else 1) * weights if remembers else 0
-    return versions * (weights + state) + weights + best + rows + graphs + problem.live_bytes
+    return versions * (weights + state) + weights + best + rows + graphs + problem.machine.live_bytes
 
 
 # --- options of partitions --------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def heap_bytes(nbytes: int) -> int:
 
 def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) -> list[Option]:
     """Options of all partitions at the cut, the tier and the micro-batch of `plain`; with `offload`, offloaded graphs too."""
-    candidate, speeds = plain.candidate, problem.speeds
+    candidate, speeds = plain.candidate, problem.machine.speeds
     micro_batches = -(-problem.batch_size // candidate.micro_batch)
     shared, costs = sharing(problem, candidate.parts), [cost for _, _, cost in candidate.parts]
     found = []
@@ -341,13 +341,15 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
             at_once = 1 if plain.method.stays else micro_batches
             beside = sum(value.nbytes for value in (*cost.entering, *cost.leaving)) if candidate.resources.tiers else 0
             found.append(Option(p, Kind.KEEP, (cost.kept + beside) * at_once, seconds, 0.0))
-            for tier in problem.graph_tiers if offload and not cost.writes_late else ():
+            for tier in problem.machine.graph_tiers if offload and not cost.writes_late else ():
                 kind, up, down = (
                     (Kind.HOST, speeds.up, speeds.down) if tier == "host" else (Kind.DISK, speeds.read, speeds.write)
                 )
                 moved = -micro_batches * (cost.graph / up + cost.graph / down)
                 # All that offload share the buffers; where host memory is the device's own, none are needed.
-                buffers = 0 if kind is Kind.HOST and problem.host_counts else graph_buffer_bytes(costs, [p]) // len(costs)
+                buffers = (
+                    0 if kind is Kind.HOST and problem.machine.host_counts else graph_buffer_bytes(costs, [p]) // len(costs)
+                )
                 found.append(Option(p, kind, buffers, seconds - micro_batches * cost.graph / speeds.copy, moved))
         if problem.auto and not plain.method.stays and p not in shared:
             visits = 1 if p in (0, len(costs) - 1) else 2  # the first stays for the next update
@@ -373,7 +375,7 @@ def increments(options: Iterable[Option]) -> Iterator[Option]:
 
 def _near(problem: Problem, plain: Prediction, micro_batches: int) -> Iterator[Option]:
     """Options to keep offloaded boundaries on the device."""
-    candidate, speeds = plain.candidate, problem.speeds
+    candidate, speeds = plain.candidate, problem.machine.speeds
     handing, tiers = handing_of([cost for _, _, cost in candidate.parts]), candidate.resources.tiers
     for p, tier in enumerate(tiers):
         nbytes = sum(value.nbytes for value in handing.entering[p] if handing.users[value.number][0] == p)

@@ -28,72 +28,33 @@ from seqpart.units import format_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """Everything that a plan is made from: the chain and its costs, the machine, the limit and the settings."""
+class Machine:
+    """What a plan runs on: how fast it is, and what is held there beside the plan."""
 
-    chain: Chain
-    method: Method
-    """The method, or the first of those that the plan chooses from."""
     device: str
     host_counts: bool
     """True if host buffers count against the limit (CPU), False if not (CUDA)."""
-    limit: int
     runtime: int
+    """Bytes that libraries hold."""
     growth: int
-    costs_at: Callable[[int], Sequence[BlockCost]]
-    """Block costs at a micro-batch."""
-    counted_at: Callable[[int], Sequence[BlockCost]]
-    """Block costs at a micro-batch without what real runs added, which differs from process to process."""
-    states: Sequence[Layout]
-    loss_of: Callable[[int], LossCost]
-    fused: bool
-    heap_below: int
-    batch_size: int
-    """Rows of an update; the largest, where partitions differ in it."""
-    the_batch: int | None
-    """Rows of an update; None where partitions differ in it."""
-    micro_batch: int | None
-    starts: tuple[int, ...] | None
-    count: int | None
-    speeds: Speeds
-    clips: bool
-    boundary_tiers: tuple[str, ...]
-    """Places where boundaries may wait within an update, the fastest first."""
-    host_room: int
-    """Bytes of host memory that boundaries may take."""
-    label_row: int
-    """Bytes of one row's labels on the device."""
-    host_budget: int = 0
-    """Bytes of host memory for boundaries, homes and rows."""
-    input_row: RowLayout
-    row_pack: Callable[[BlockCost], RowPack]
-    """Layout of a row of the boundary cache after a block."""
-    cuts_behind: Callable[[BlockCost], bool]
-    """True if a partition may end with this block."""
-    every_learns: bool = False
-    """True if each partition must have trainable parameters: it has a loss of its own, or is part of a subnet."""
-    learns_alone: Callable[[BlockCost], bool] = lambda _: True
-    """True if no other differentiable value crosses the cut after this block."""
-    train_rows: int
-    test_rows: int
-    saved: Plan | None = None
-    """A saved plan whose choices are reused if they fit."""
-    contention: float = 0.0
-    """Slowdown of the computation, in seconds per second of overlapped transfer."""
-    auto: bool = False
-    """True if each partition may stay on the device while others stream."""
-    graph_tiers: tuple[str, ...] = ()
-    """Places for offloaded graphs, the fastest first: host, disk."""
-    may_keep_heap: bool = False
-    """True if freed memory may stay in the process for later tensors."""
+    """Most bytes that kernels may keep in the run."""
     live_bytes: int = 0
     """Bytes of modules given alive, which are in memory before and after everything else."""
-    pair_rows: Callable[[int], int] = lambda rows: rows
-    """Most rows of one pair of classes in a micro-batch."""
-    known: "dict[tuple[int, int, bool], _Grown]" = field(default_factory=dict, compare=False)
-    """Cache of `cost_of`."""
-    placed: "dict[tuple[object, ...], HostPlaces]" = field(default_factory=dict, compare=False)
-    """Cache of `host_places`."""
+    heap_below: int
+    """Tensors of fewer bytes come from the allocator's heap."""
+    may_keep_heap: bool = False
+    """True if freed memory may stay in the process for later tensors."""
+    speeds: Speeds
+    contention: float = 0.0
+    """Slowdown of the computation, in seconds per second of overlapped transfer."""
+    boundary_tiers: tuple[str, ...]
+    """Places where boundaries may wait within an update, the fastest first."""
+    graph_tiers: tuple[str, ...] = ()
+    """Places for offloaded graphs, the fastest first: host, disk."""
+    host_room: int
+    """Bytes of host memory that boundaries may take."""
+    host_budget: int = 0
+    """Bytes of host memory for boundaries, homes and rows."""
 
     @property
     def host_tier(self) -> str:
@@ -107,6 +68,55 @@ class Problem:
     def beside(self, nbytes: int) -> int:
         """Peak of the process or device that holds `nbytes` and nothing else, with the allowance for growth."""
         return self.runtime + nbytes + (growth_beside(self.growth, nbytes) if self.host_counts else self.growth)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Everything that a plan is made from: the chain and its costs, the machine, the limit and the settings."""
+
+    chain: Chain
+    method: Method
+    """The method, or the first of those that the plan chooses from."""
+    machine: Machine
+    limit: int
+    costs_at: Callable[[int], Sequence[BlockCost]]
+    """Block costs at a micro-batch."""
+    counted_at: Callable[[int], Sequence[BlockCost]]
+    """Block costs at a micro-batch without what real runs added, which differs from process to process."""
+    states: Sequence[Layout]
+    loss_of: Callable[[int], LossCost]
+    fused: bool
+    batch_size: int
+    """Rows of an update; the largest, where partitions differ in it."""
+    the_batch: int | None
+    """Rows of an update; None where partitions differ in it."""
+    micro_batch: int | None
+    starts: tuple[int, ...] | None
+    count: int | None
+    clips: bool
+    label_row: int
+    """Bytes of one row's labels on the device."""
+    input_row: RowLayout
+    row_pack: Callable[[BlockCost], RowPack]
+    """Layout of a row of the boundary cache after a block."""
+    cuts_behind: Callable[[BlockCost], bool]
+    """True if a partition may end with this block."""
+    every_learns: bool = False
+    """True if each partition must have trainable parameters: it has a loss of its own, or is part of a subnet."""
+    learns_alone: Callable[[BlockCost], bool] = lambda _: True
+    """True if no other differentiable value crosses the cut after this block."""
+    train_rows: int
+    test_rows: int
+    saved: Plan | None = None
+    """A saved plan whose choices are reused if they fit."""
+    auto: bool = False
+    """True if each partition may stay on the device while others stream."""
+    pair_rows: Callable[[int], int] = lambda rows: rows
+    """Most rows of one pair of classes in a micro-batch."""
+    known: "dict[tuple[int, int, bool], _Grown]" = field(default_factory=dict, compare=False)
+    """Cache of `cost_of`."""
+    placed: "dict[tuple[object, ...], HostPlaces]" = field(default_factory=dict, compare=False)
+    """Cache of `host_places`."""
 
 
 Part = tuple[int, int, PartitionCost]
@@ -227,7 +237,7 @@ def cost_of(problem: Problem, micro_batch: int, first: int, last: int, *, counte
         costs = (problem.counted_at if counted else problem.costs_at)(micro_batch)
         grown = prefix_costs(
             costs[first:], problem.states[first:], problem.loss_of(micro_batch), fused=problem.fused,
-            heap_below=problem.heap_below, shares=shares_of(problem.train_rows, problem.batch_size, micro_batch),
+            heap_below=problem.machine.heap_below, shares=shares_of(problem.train_rows, problem.batch_size, micro_batch),
         )  # fmt: skip
         problem.known[key] = _Grown(grown, first)
     return problem.known[key].until(last)
@@ -249,7 +259,7 @@ def buffers_of(
     problem: Problem, first: int, last: int, micro_batch: int, *, reads_memory: bool = False, writes_memory: bool = False
 ) -> tuple[int, int]:
     """(reading, writing) bytes of the boundary cache's buffers that count against the limit; fewer where rows lie in memory."""
-    if not problem.host_counts:
+    if not problem.machine.host_counts:
         return 0, 0
     costs, chain = problem.costs_at(micro_batch), problem.chain
     read = RowPack.of_one(ROWS, problem.input_row) if first in chain.begins else problem.row_pack(costs[first - 1])
@@ -269,11 +279,12 @@ def too_many(problem: Problem, count: int) -> OptionError:
 
 def refuse_given(problem: Problem, peak: int) -> None:
     """Raises DoesNotFit if a model given alive takes `peak` by itself, so that no cut would help."""
-    if problem.live_bytes and peak <= problem.beside(problem.live_bytes):
+    runtime, alive = problem.machine.runtime, problem.machine.live_bytes
+    if alive and peak <= problem.machine.beside(alive):
         raise refused(
             f"the model was given alive, which needs {format_size(peak)}, and {left_of(problem.limit)}.\n"
-            f"  Its weights, {format_size(problem.live_bytes)}, are all in memory when the run begins and when it ends, beside "
-            f"the runtime of {format_size(problem.runtime)}.\n"
+            f"  Its weights, {format_size(alive)}, are all in memory when the run begins and when it ends, beside the runtime "
+            f"of {format_size(runtime)}.\n"
             "  Give factories, which build one block at a time, or give more.",
             limit_for(peak),
         )
@@ -304,7 +315,11 @@ def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int,
 def tiers_by_room(problem: Problem, parts: Sequence[PartitionCost], micro_batch: int, tier: str) -> Tiers:
     """Places all boundaries in `tier`; in host memory as many as there is room for, and the others on the disk."""
     tiers, at = (tier,) * len(parts) if tier != DEVICE else (), len(parts)
-    while tier == "host" and at and boundary_bytes(parts, problem.batch_size, micro_batch, tiers, tier) > problem.host_room:
+    while (
+        tier == "host"
+        and at
+        and boundary_bytes(parts, problem.batch_size, micro_batch, tiers, tier) > problem.machine.host_room
+    ):
         at -= 1
         tiers = (tier,) * at + ("disk",) * (len(parts) - at)
     return tiers
@@ -314,7 +329,7 @@ def host_boundaries(problem: Problem, parts: Parts, micro_batch: int, tiers: Tie
     """Bytes of the piece of host memory for boundaries that wait there."""
     costs = [cost for _, _, cost in parts]
     nbytes = boundary_bytes(costs, problem.batch_size, micro_batch, tiers, "host") if "host" in tiers else 0
-    return first_piece(nbytes, powers_of_two=not problem.host_counts) if nbytes else 0
+    return first_piece(nbytes, powers_of_two=not problem.machine.host_counts) if nbytes else 0
 
 
 _TIED_PAGES = 16
@@ -343,7 +358,7 @@ def host_places(
 
     states: True if optimizer state has a home as well, and gradients where updates wait for their norm.
     """
-    if not problem.host_budget:
+    if not problem.machine.host_budget:
         return HostPlaces(0, frozenset(), frozenset())
     key = (boundaries, rows, states, *graphs.items(), *(first for first, _, _ in parts))
     if key not in problem.placed:
@@ -360,8 +375,8 @@ def host_places(
         placed = [[size for home in homes[first:last] for size in home if size] for first, last, _ in parts]
         groups = [*graphs.values(), *placed]
         need = sum(map(sum, groups)) + rows
-        budget = max(0, problem.host_budget - boundaries)
-        nbytes, fit = pieces_for(need, groups, budget, powers_of_two=not problem.host_counts)
+        budget = max(0, problem.machine.host_budget - boundaries)
+        nbytes, fit = pieces_for(need, groups, budget, powers_of_two=not problem.machine.host_counts)
         held = frozenset(p for number, p in enumerate(graphs) if number in fit)
         problem.placed[key] = HostPlaces(nbytes, frozenset(n - len(graphs) for n in fit if n >= len(graphs)), held)
     return problem.placed[key]

@@ -90,7 +90,7 @@ def _rank(prediction: Prediction) -> float:
 
 def _offloading(problem: Problem, found: Prediction, available: int) -> Prediction | None:
     """The best other way to spend the memory of `found`, with offloaded graphs; None if there is none."""
-    if not problem.graph_tiers or _holds_all(found):
+    if not problem.machine.graph_tiers or _holds_all(found):
         return None
     now = found.candidate
     resources = replace(now.resources, stays=frozenset(), weights_stay=frozenset(), slots=now.resources.slots or 1)
@@ -126,7 +126,7 @@ _LARGEST = 3
 
 def _one_boundary_away(problem: Problem, found: Prediction, available: int) -> Iterator[Prediction]:
     """`found` with one of its largest boundaries offloaded, to make room for other options. Candidates offload all or none."""
-    now, elsewhere = found.candidate, [tier for tier in problem.boundary_tiers if tier != DEVICE]
+    now, elsewhere = found.candidate, [tier for tier in problem.machine.boundary_tiers if tier != DEVICE]
     costs = [cost for _, _, cost in now.parts]
     few = len(costs) <= _FEW
     if not elsewhere or (now.resources.tiers and not few):
@@ -134,7 +134,7 @@ def _one_boundary_away(problem: Problem, found: Prediction, available: int) -> I
     entering = [sum(value.nbytes for value in cost.entering) for cost in costs]
     for p in sorted(range(len(costs)), key=lambda p: -entering[p])[:_LARGEST]:
         tiers = tuple(elsewhere[0] if other == p else DEVICE for other in range(len(costs)))
-        if boundary_bytes(costs, problem.batch_size, now.micro_batch, tiers, "host") > problem.host_room:
+        if boundary_bytes(costs, problem.batch_size, now.micro_batch, tiers, "host") > problem.machine.host_room:
             continue
         resources = replace(now.resources, tiers=tiers, keeps_heap=False)
         away = predict(problem, found.method, now.micro_batch, now.parts, resources, now.keeps, now.offloads)
@@ -211,10 +211,10 @@ def _roughly(
         if key not in simulated:
             plain = predict(problem, method, micro_batch, parts, resources)
             least, _ = heaps_of(problem, plain.working, [cost for _, _, cost in parts])
-            simulated[key] = plain, least - problem.growth - plain.working
+            simulated[key] = plain, least - problem.machine.growth - plain.working
         plain, holes = simulated[key]
         peak = plain.peak + _slots(parts, resources) - _slots(parts, plain.candidate.resources)
-        may_keep = problem.may_keep_heap and not resources.tiers
+        may_keep = problem.machine.may_keep_heap and not resources.tiers
         for heap in (True, False) if may_keep else (False,):
             kept = holes if heap else 0
             if peak + kept <= available * _ROUGHLY:
@@ -233,13 +233,13 @@ def _least(problem: Problem, plain: Prediction, resources: Resources, left: int)
     # Boundaries on the device make another candidate, which has a bound of its own.
     options = [option for option in increments(options_of(problem, plain)) if option.kind is not Kind.NEAR]
     if resources.slots == 1 and not any(option.takes(resources) <= left for option in options):  # nothing overlaps
-        return plain.moving * (1 + problem.contention) + share * plain.computing
+        return plain.moving * (1 + problem.machine.contention) + share * plain.computing
     # All kept graphs are there at the last partition's backward, which need not be where the peak is.
     at_end = least_at_end(problem, plain.method, plain.candidate.micro_batch, parts, resources)
     room = left + max(0, plain.working - at_end)
     computing = plain.computing - most_saved(((o.compute, o.takes(resources)) for o in options), room)
     moving = plain.moving - most_saved(((o.transfer, o.takes(resources)) for o in options), left)
-    return max(share * computing, moving) + problem.contention * moving
+    return max(share * computing, moving) + problem.machine.contention * moving
 
 
 def smallest_of(problem: Problem, ways: Iterable[tuple[Method, int, Parts, Resources]]) -> Prediction | None:

@@ -77,7 +77,7 @@ def _held(cost: PartitionCost) -> int:
 
 
 def _room(problem: Problem, available: int) -> int:
-    return available - problem.runtime - growth_beside(problem.growth, 0)
+    return available - problem.machine.runtime - growth_beside(problem.machine.growth, 0)
 
 
 def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Candidate | None:
@@ -144,13 +144,13 @@ def _alone(problem: Problem, part: Part, micro_batch: int) -> tuple[Candidate, S
     )  # fmt: skip
     # An inner partition's, with the phase that makes rows of its outputs.
     phases = Phases(problem.method.phases(work).stretches[:1])
-    walked, predicted_steps, _ = simulate(phases, [part[2]], problem.speeds, Resources())
+    walked, predicted_steps, _ = simulate(phases, [part[2]], problem.machine.speeds, Resources())
     return Candidate(micro_batch, (part,)), walked, predicted_steps
 
 
 def _with_heap(problem: Problem, candidate: Candidate, available: int) -> Candidate:
     """`candidate` with a heap that is kept for the whole run, if there is memory for it."""
-    if not problem.may_keep_heap:
+    if not problem.machine.may_keep_heap:
         return candidate
     simulated = [_alone(problem, part, candidate.micro_batch) for part in candidate.parts]
     working = max(works_of(predicted_steps, 1)[0] for _, _, predicted_steps in simulated)
@@ -169,13 +169,13 @@ def _does_not_fit(problem: Problem) -> DoesNotFit:
     cost, where, peak, rows = min(needs, key=lambda need: need[2])  # not always the fewest rows: see `exact`
     refuse_given(problem, peak)
     cure = what_helps(
-        problem.limit, problem.runtime, peak, finer=bool(problem.count or problem.starts),
+        problem.limit, problem.machine.runtime, peak, finer=bool(problem.count or problem.starts),
         block=cost.slot + cost.train_peak, state=cost.state,
         rows=cost.saved if problem.micro_batch and problem.saved is None else 0,
     )  # fmt: skip
     return refused(
         f"{where} alone needs {format_size(peak)}, at micro-batch {rows}, and {left_of(problem.limit)}.\n"
-        f"  runtime {format_size(problem.runtime)}, weights {format_size(cost.weights)}, gradients "
+        f"  runtime {format_size(problem.machine.runtime)}, weights {format_size(cost.weights)}, gradients "
         f"{format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}\n"
         f"  {cure}",
         limit_for(peak),
@@ -203,7 +203,7 @@ def _largest_need(problem: Problem, micro_batch: int) -> tuple[PartitionCost, st
 
 def _best_effort(problem: Problem, micro_batch: int, count: int) -> tuple[PartitionCost, str, int] | None:
     """Largest need of a cut into `count` partitions, at the least limit under which one fits, found by bisection."""
-    low, high = problem.runtime, problem.runtime
+    low, high = problem.machine.runtime, problem.machine.runtime
     high += 4 * sum(cost.weights * 4 + cost.saved + cost.output for cost in problem.costs_at(micro_batch)) + (1 << 30)
     if _cut_at(problem, micro_batch, high) is None:
         raise too_many(problem, count)

@@ -183,9 +183,10 @@ def _drawn(plan: Plan, planner: Planner, count: int) -> Iterator[ExecutionPlan]:
 
 def _space(plan: Plan, planner: Planner) -> Space:
     problem = planner.problem(replace(planner.request, micro_batch=plan.micro_batch, saved=None))
+    machine = problem.machine
     return Space(
-        starts=tuple(starts_of(problem)), tiers=tuple(dict.fromkeys((*problem.boundary_tiers, "disk"))),
-        graph_tiers=problem.graph_tiers, heap=problem.may_keep_heap, streams=not methods_named(plan.method)[0].stays,
+        starts=tuple(starts_of(problem)), tiers=tuple(dict.fromkeys((*machine.boundary_tiers, "disk"))),
+        graph_tiers=machine.graph_tiers, heap=machine.may_keep_heap, streams=not methods_named(plan.method)[0].stays,
     )  # fmt: skip
 
 

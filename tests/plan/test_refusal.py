@@ -30,8 +30,8 @@ large = st.builds(
     st.sampled_from([("device",), ("device", "disk")]), st.booleans(), st.booleans(),
 )  # fmt: skip
 def test_the_limit_that_a_refusal_names_is_enough_and_three_percent_less_is_not(chain, speeds, method, tiers, heap, given_cut):
-    problem = replace(
-        chains.problem_of(chain, 1 << 20, micro_batch=8, starts=tuple(range(len(chain))) if given_cut else None, speeds=speeds),
+    problem = chains.problem_of(
+        chain, 1 << 20, micro_batch=8, starts=tuple(range(len(chain))) if given_cut else None, speeds=speeds,
         boundary_tiers=tiers, may_keep_heap=heap, runtime=200 << 20,
     )  # fmt: skip
     methods = methods_named(method)
@@ -103,7 +103,7 @@ def test_the_limit_is_the_smallest_at_any_micro_batch(chain, speeds, method):
     """It was that of the smallest micro-batch, which adds up gradients where the whole batch has nothing to add them to: of the
     command's own model 350 MB were named where 335 were enough."""
     problem = replace(
-        chains.problem_of(chain, 1 << 20, micro_batch=None, starts=None, speeds=speeds), runtime=200 << 20,
+        chains.problem_of(chain, 1 << 20, micro_batch=None, starts=None, speeds=speeds, runtime=200 << 20),
         costs_at=lambda rows: of_rows(chain, rows), counted_at=lambda rows: of_rows(chain, rows),
     )  # fmt: skip
 
