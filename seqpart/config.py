@@ -1,4 +1,4 @@
-"""What a user may set about a run: each option once, with its type, its default and its help, in groups.
+"""The options of a run, in groups: each option once, with its type, its default and its help.
 
 The docstring under a field is its help on the command line, and a group's heading is where --help shows it. Flags, keys of
 files, arguments of `Trainer`, and what checkpoints say of a run are derived from the fields; so is seqpart/options.py, which
@@ -46,11 +46,11 @@ Precision = Literal["fp32", "bf16"]
 TrackerName = Literal["tensorboard", "wandb"]
 
 MOST = 10**9
-"""Epochs, or rows of a batch: whoever gives more has mistyped."""
+"""Largest number of epochs, or of rows of a batch; more is a typing error."""
 APPROXIMATE = ("sil", "ist")
-"""Methods that do not have the bits of plain training."""
+"""Methods that are not bit-equal to plain training."""
 WITH_DIRECTIONS = ("orthogonal", "prototype")
-"""Objectives that have --prototype-scale, and tell classes apart by directions."""
+"""Objectives with --prototype-scale: classes are directions."""
 SIZE = Note(expected="a size such as 2GB, 1.5GiB, 0.8 (a share) or auto", metavar="SIZE")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NO_LIMIT = "--mem-limit is missing. Give the limit to keep, such as --mem-limit 2GB."
@@ -64,7 +64,7 @@ IN_PYTHON = {
     "learning_rate": "lr", "bf16": 'dtype="bf16"', "resume": "fit(..., resume=DIR)", "callbacks": "fit(..., callbacks=[...])",
     "compute_metrics": "fit(..., compute_metrics=...)",
 }  # fmt: skip
-"""What has another name in Python, or goes elsewhere."""
+"""Names from the command line or other libraries, and what to use in Python."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Limits:
     Default on CPU: none, so everything else is on disk. On CUDA: half of what is free, pinned."""
 
     def partition_choice(self) -> tuple[int | None, tuple[int, ...] | None]:
-        """(number of partitions, first block of each), as far as they were asked for. Raises OptionError."""
+        """Returns (number of partitions, first block of each); None for what was not given. Raises OptionError."""
         asked = self.partitions
         if asked == "auto":
             return None, None
@@ -110,7 +110,7 @@ class Limits:
 
     @property
     def tile_bytes(self) -> int | None:
-        """0: never; None: auto. Raises OptionError."""
+        """Largest tile in bytes; 0: never; None: auto. Raises OptionError."""
         if self.tile in ("never", "auto"):
             return 0 if self.tile == "never" else None
         try:
@@ -120,13 +120,13 @@ class Limits:
 
     @property
     def divides_weights(self) -> str:
-        """What cuts weights into pieces that are updated one by one; "" where nothing is known to."""
+        """The option that divides weights into pieces that are updated one by one; "" if there is none."""
         return f"method {self.method}" if self.method in ("psl", "ist") else "--tile" if self.tile_bytes else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """How long is trained, on how many rows at once, and to what end."""
+    """Length of the training, batch size, loss and precision."""
 
     heading: ClassVar[str] = "training"
     epochs: Annotated[PerPartition[float], Note(most=MOST, number="numbers above 0")] = 3
@@ -156,7 +156,7 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Who makes the updates, and by how much."""
+    """The optimizer, its learning rate and what surrounds an update."""
 
     heading: ClassVar[str] = "training"
     lr: Annotated[PerPartition[float], Also("--learning-rate")] = 1e-4
@@ -185,7 +185,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Testing:
-    """When the test rows are looked at, and what follows from it."""
+    """Evaluations: how often, and what depends on them."""
 
     heading: ClassVar[str] = "training"
     test_every: Positive[int] = None
@@ -203,12 +203,12 @@ class Testing:
 
     @property
     def tests(self) -> lengths.Interval:
-        """Between two passes over the test rows; neither: at the end alone. Raises OptionError."""
+        """The interval between two passes over the test rows; the default is only at the end. Raises OptionError."""
         return lengths.interval_of(self.eval_every, self.test_every)
 
     @property
     def between_tests(self) -> list[str]:
-        """Flags that were given and need a test set."""
+        """Given flags that need a test set."""
         return [flag_of(field.name) for field in fields(Testing) if getattr(self, field.name) not in (None, False)]
 
 
@@ -233,7 +233,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What a run writes, and where."""
+    """The directories of a run, and its checkpoints."""
 
     heading: ClassVar[str] = "files-and-checkpoints"
     output_dir: Annotated[Path | None, Also("-o")] = None
@@ -253,7 +253,7 @@ class Files:
 
     @property
     def saving(self) -> tuple[int | None, float | None]:
-        """(updates, seconds) between two checkpoints; the one that does not count is None. Raises OptionError."""
+        """(updates, seconds) between two checkpoints; one of them is None. Raises OptionError."""
         if not self.saves:
             return None, None
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|)", str(self.save_every).strip())
@@ -266,7 +266,7 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Who is told what the run does."""
+    """Traces and trackers."""
 
     heading: ClassVar[str] = "output"
     trace: Path | None = None
@@ -281,7 +281,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Sil:
-    """Method sil alone."""
+    """Options of method sil only."""
 
     heading: ClassVar[str] = "sil"
     objective: Objective | None = None
@@ -308,15 +308,15 @@ class Sil:
 
     @property
     def prototype_scales(self) -> tuple[float, ...]:
-        """The scales that were given: of the first partitions in turn, the last one for all that follow. Empty: the default."""
+        """The given scales by partition, the last one for all that follow. Empty: the default."""
         return () if self.prototype_scale is None else values_of(self.prototype_scale)
 
     def prototype_scale_of(self, partition: int, classes: int) -> float:
-        """Size of a partition's logits: by default 16 for the first, and 4 + ln(classes), at least 8, for all that follow.
+        """Returns the scale of a partition's logits: 16 for the first by default, and max(8, 4 + ln(classes)) for all others.
 
-        At 16 later ones may learn by heart the training rows that the first one has spread out already; at 4 they learn too
-        little where it has not. At 4 + ln(classes) a row that is quite right has a probability of 0.98 among any number of
-        classes. A first partition that is weak needs 16 (docs/objectives.md). Labels that are no classes (0) use neither.
+        At 16 later ones may overfit the training rows that the first one has separated already; at 4 they learn too little if
+        it has not. At 4 + ln(classes) a perfect row has a probability of 0.98 among any number of classes. A weak first
+        partition needs 16 (docs/objectives.md). Labels that are not classes (0) use neither.
         """
         scales = self.prototype_scales or (16.0, max(8.0, 4.0 + math.log(max(1, classes))))
         return scales[min(partition, len(scales) - 1)]
@@ -347,7 +347,7 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class Ist:
-    """Method ist alone."""
+    """Options of method ist only."""
 
     heading: ClassVar[str] = "ist"
     subnets: Positive[int] = None
@@ -373,7 +373,7 @@ class Settings(Ist, Recovery, Sil, Output, Files, Data, Testing, Optimizer, Loop
     """
 
     def __post_init__(self) -> None:
-        """Take every value as its field's type has it; all that is wrong is said at once."""
+        """Converts every value to its field's type. Raises one OptionError that names everything wrong."""
         if self.method is None:
             raise OptionError(NO_METHOD)
         problems, hints = list[str](), hints_of(type(self))
@@ -398,7 +398,7 @@ class Settings(Ist, Recovery, Sil, Output, Files, Data, Testing, Optimizer, Loop
             raise OptionError(joined(problems))
 
     def _contradictions(self) -> Iterator[str]:
-        """What does not go together, in words."""
+        """Yields a message for every pair of options that contradict each other."""
         method, sil, exact = self.method, self.method == "sil", self.method not in APPROXIMATE
         if self.weights_partial and self.weights is None:
             yield "--weights-partial goes with --weights. Leave it out"
@@ -441,7 +441,7 @@ class Settings(Ist, Recovery, Sil, Output, Files, Data, Testing, Optimizer, Loop
             yield f"--partitions: method {method} has one partition; found {as_text(self.partitions)!r}"
 
     def _lengths(self, *, exact: bool) -> Iterator[str]:
-        """What does not go together about the run's length and its evaluations."""
+        """Yields a message for every contradiction about the run's length and its evaluations."""
         method, epochs = self.method, values_of(self.epochs)
         if self.eval_every is not None and self.test_every is not None:
             yield "--eval-every and --test-every say the same of updates and of epochs. Leave one out"
@@ -474,20 +474,20 @@ class Settings(Ist, Recovery, Sil, Output, Files, Data, Testing, Optimizer, Loop
         return cls(**options)
 
     def values(self) -> dict[str, Any]:
-        """Every setting by its name; of a job of the command those of its run alone."""
+        """Returns every setting by its name; for a job of the command, only those of its run."""
         return {field.name: getattr(self, field.name) for field in fields(Settings)}
 
     def texts(self) -> dict[str, str]:
-        """Every setting as the command line would have it: what checkpoints say."""
+        """Returns every setting as text, in the command line's form; checkpoints store it."""
         return {name: as_text(value) for name, value in self.values().items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Every setting as JSON has it: numbers as numbers, several values as a list, a path as text, a function by name."""
+        """Returns every setting as a JSON value: numbers, lists for several values, text for paths, names for functions."""
         found = self.values()
         return {name: as_text(value) if isinstance(value, Path) or callable(value) else value for name, value in found.items()}
 
     def placed(self) -> Self:
-        """With every path absolute: what the program's working directory is later does not matter."""
+        """Returns the settings with absolute paths, so that a later change of the working directory does not matter."""
         paths: dict[str, Any] = {name: path.absolute() for name, path in self.values().items() if isinstance(path, Path)}
         return replace(self, **paths)
 
@@ -503,16 +503,16 @@ class Settings(Ist, Recovery, Sil, Output, Files, Data, Testing, Optimizer, Loop
 
 
 GROUPS: tuple[Any, ...] = tuple(reversed(Settings.__bases__))
-"""The groups of the options, as they stand above."""
+"""The groups of options, in the order above."""
 
 
 def given_of(group: type[Sil | Ist | Recovery], settings: Settings) -> list[str]:
-    """The options of a group that have a value."""
+    """Returns the options of a group that differ from their defaults."""
     return [field.name for field in fields(group) if getattr(settings, field.name) != field.default]
 
 
 def hints_of(kind: type[Any]) -> dict[str, Any]:
-    """The types of its fields, each with its Note."""
+    """Returns the types of its fields, each with its Note."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in fields(kind)}
 

@@ -145,7 +145,7 @@ class Targets:
 class Method:
     name: str
     exact: bool
-    """True if it back-propagates through the whole network."""
+    """True if it back-propagates the true loss through the whole network."""
     alone: bool = False
     """True if every partition has a loss of its own, and is trained alone."""
     cuts: bool
