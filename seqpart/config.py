@@ -73,8 +73,8 @@ class Limits:
 
     heading: ClassVar[str] = "limit-and-method"
     mem_limit: Annotated[str | int | float, SIZE, Also("-m")]
-    """The promise: memory that the run never passes. 2GB, 1.5GiB, 0.8 (of the device) or auto (what is free now).
-    On CPU: the process's own memory, libraries included. On CUDA: the GPU's memory, context included."""
+    """Memory that the run must never exceed: 2GB, 1.5GiB, 0.8 (of the device) or auto (what is free now). On CPU it counts the
+    process's own memory, libraries included; on CUDA the GPU's memory, context included."""
     method: Method = None  # type: ignore[assignment]
     """Exact training: streamed (one partition at a time), checkpointed (all weights, few activations), full (must fit
     whole), auto (the fastest of the three that fits), psl (one pair of scores of the partially-separable loss at a time; a
@@ -84,18 +84,18 @@ class Limits:
         Literal["auto"] | PerPartition[int],
         Note(expected="auto, a number from 1 up, or rising block numbers from 0 such as 0,20,40", metavar="auto|INT[,...]"),
     ] = "auto"
-    """auto (the fewest that fit), a number, or the first block of each, such as 0,20,40."""
+    """Number of partitions: auto (the fewest that fit), a number, or the first block of each, such as 0,20,40."""
     tile: Annotated[str | int, Note(expected="a size such as 16MB, never or auto", metavar="SIZE|never|auto")] = "auto"
-    """Let layers (nn.Linear, nn.Embedding) with a weight of more bytes be tiles of at most that size, which come and go alone:
-    a size such as 16MB, never, or auto (exact methods, where nothing fits otherwise). The gradient of a tiled Linear's input is
-    added up tile by tile, which rounds otherwise than the whole."""
+    """Split nn.Linear and nn.Embedding layers with a larger weight into tiles of at most this size, which are loaded one by
+    one: a size such as 16MB, never, or auto (exact methods, if nothing fits without). The input gradient of a tiled Linear is
+    summed tile by tile, which rounds differently."""
     micro_batch_size: Positive[int] = None
-    """Rows on the device at once. Default: the plan takes the largest that fits."""
+    """Rows on the device at once. Default: the largest that fits."""
     device: str = "auto"
-    """auto (CUDA where there is one), cpu, cuda, cuda:N, sim, or sim:CARD: a card that need not be there, simulated."""
+    """auto (CUDA if there is a GPU), cpu, cuda, cuda:N, sim (a simulated GPU), or sim:CARD (a simulated GPU of that model)."""
     ram_limit: Annotated[str | int | float | None, SIZE] = None
-    """Host memory for homes and boundary rows, beside the limit.
-    Default on CPU: none, so everything else is on disk. On CUDA: half of what is free, pinned."""
+    """Host memory for offloaded weights, optimizer state and activations, in addition to the limit. Default: on CPU none (they
+    are on disk); on CUDA half of the free memory, pinned."""
 
     def partition_choice(self) -> tuple[int | None, tuple[int, ...] | None]:
         """Returns (number of partitions, first block of each); None for what was not given. Raises OptionError."""
@@ -130,24 +130,24 @@ class Loop:
 
     heading: ClassVar[str] = "training"
     epochs: Annotated[PerPartition[float], Note(most=MOST, number="numbers above 0")] = 3
-    """Passes over the training rows, per partition. With exact methods also a part of one: 0.5."""
+    """Passes over the training rows, per partition. Exact methods take fractions too, such as 0.5."""
     max_steps: Positive[int] = None
-    """Updates to train for, however many epochs these are, in the place of --epochs (exact methods only)."""
+    """Number of updates, instead of --epochs (exact methods only)."""
     batch_size: Annotated[PerPartition[int], Note(most=MOST, number="whole numbers from 1 up")] = 64
     """Rows of one update, per partition."""
     loss: Annotated[
         LossName | None, Note(expected="cross-entropy, psl, mse or bce, or from Python a function or 'model'")
     ] = None  # fmt: skip
-    """What the network's end learns: cross-entropy, psl (for classes: the partially-separable loss, the mean over rows of the
-    sum of exp(score - the label's score) over all other classes, from a difference of 10 on its tangent; with the label's own
-    class it would be exp(cross-entropy)), mse (for floats of any shape), or bce (yes-or-no labels, from 0 to 1, as many as
-    outputs). Default: cross-entropy for classes, mse for floats."""
+    """Loss at the end of the network: cross-entropy (classes), psl (classes: the partially-separable loss, the mean over rows
+    of the sum of exp(score - the label's score) over all other classes, continued linearly from a difference of 10), mse
+    (floats of any shape), or bce (binary labels from 0 to 1, as many as outputs). Default: cross-entropy for classes, mse for
+    floats."""
     dtype: Precision = "fp32"
-    """fp32, or bf16: mixed precision by autocast, weights and optimizer state stay float32. The command takes --bf16 too."""
+    """fp32, or bf16: mixed precision by autocast, with weights and optimizer state in float32. --bf16 is short for it."""
     shuffle: Annotated[bool | Literal["auto"], Note(expected="True, False or auto")] = "auto"
-    """Whether to shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper)."""
+    """Shuffle the training rows in every epoch: yes, no, or auto (no for objective mse, as in the paper; else yes)."""
     seed: int = 0
-    """Seed of initial weights, row order, dropout and synthetic labels."""
+    """Seed for initial weights, row order, dropout and synthetic labels."""
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -162,25 +162,25 @@ class Optimizer:
     lr: Annotated[PerPartition[float], Also("--learning-rate")] = 1e-4
     """Learning rate, per partition."""
     optimizer: PerPartition[OptimizerName] = "adamw"
-    """adam, adamw, sgd, or adafactor (its state is a row and a column of each matrix; --lr is relative to the size of a
-    parameter's numbers, and torch's default is 0.01), per partition. Adam and AdamW are one but for --weight-decay."""
+    """adam, adamw, sgd, or adafactor (its state is one row and one column per matrix; --lr is relative to the parameter's
+    scale, and torch's default is 0.01), per partition. Adam and AdamW are the same without --weight-decay."""
     weight_decay: float = 0.0
     """Weight decay of the optimizer."""
     momentum: float = 0.0
-    """Momentum, for sgd only."""
+    """Momentum (sgd only)."""
     clip_grad_norm: Positive[float] = None
-    """Scale gradients so that their norm is at most this: of the whole network; with sil, of each partition."""
+    """Clip the gradients' total norm to this: over the whole network; with sil, over each partition."""
     ema: float | None = None
-    """Decay, such as 0.999, of an exponential moving average of the weights, which is kept beside the optimizer's state, tested
-    at the end, and written to average.safetensors. Default: none."""
+    """Decay, such as 0.999, of an exponential moving average of the weights, which is tested at the end and written to
+    average.safetensors. Default: no average."""
     lr_schedule: Annotated[
         LrSchedule | SchedulerFactory,
         Note(expected="constant, linear or cosine, or from Python a function from an optimizer to one of torch's schedulers"),
     ] = "constant"
-    """constant, linear or cosine (down to zero at the last update); from Python also a function from an optimizer to a
-    scheduler of torch, which steps once for each update, and begins anew in each partition of sil and in recovery."""
+    """constant, linear or cosine (down to zero at the last update); in Python also a function that takes an optimizer and
+    returns a torch scheduler, which steps once per update, and starts again for each partition of sil and for recovery."""
     warmup_updates: int = 0
-    """Updates of linear growth before the learning rate is reached."""
+    """Updates of linear warm-up before the full learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,17 +189,16 @@ class Testing:
 
     heading: ClassVar[str] = "training"
     test_every: Positive[int] = None
-    """Test after every so many epochs too (with sil: of the last partition, and of recovery). Default: at the end alone."""
+    """Epochs between evaluations (with sil: of the last partition, and of recovery). Default: evaluate only at the end."""
     eval_every: Annotated[str | int | None, Note(expected=lengths.EXPECTED, metavar="OFTEN")] = None
-    """Test after every so many updates (500) or epochs (2epochs) too, counted from the first; updates with exact methods only.
-    Default: as --test-every says, which counts epochs."""
+    """Updates (500) or epochs (2epochs) between evaluations; updates with exact methods only. Default: see --test-every, which
+    counts epochs."""
     early_stopping: Annotated[int | None, Note(number="evaluations, 1 or more")] = None
-    """End training behind so many evaluations without a better one (exact methods, with --eval-every)."""
+    """Stop after this many evaluations without an improvement (exact methods, with --eval-every)."""
     keep_best: bool = False
-    """Let the result be the weights of the best evaluation, and not the last (exact methods, with --eval-every)."""
+    """Return the weights of the best evaluation instead of the last (exact methods, with --eval-every)."""
     best_by: str | None = None
-    """What the best evaluation has: the smallest loss (the default), the largest accuracy, or in Python the smallest or largest
-    of a metric, as min:NAME or max:NAME."""
+    """Compare evaluations by loss (the default) or accuracy, or in Python by a metric: min:NAME or max:NAME."""
 
     @property
     def tests(self) -> lengths.Interval:
@@ -218,17 +217,17 @@ class Data:
 
     heading: ClassVar[str] = "data-and-model"
     weights: Path | None = None
-    """Begin with these weights: a safetensors file, or a directory with one, or with several and their index. They go home one
-    tensor at a time, so that a model whose parameters are on the meta device never exists whole."""
+    """Initial weights: a safetensors file, or a directory with one, or with several and their index. They are loaded one tensor
+    at a time, so a model whose parameters are on the meta device is never in memory as a whole."""
     weights_partial: bool = False
-    """Let --weights lack some of the model's tensors, or have them in other shapes (a head for other classes): they stay as
-    initialized. It may have others. Says which."""
+    """Accept --weights without some of the model's tensors, or with them in other shapes (a head for other classes): these stay
+    as initialized, and the run names them. Further tensors in the file are ignored."""
     cache: Literal["auto", "rows", "none"] = "auto"
-    """Which training rows are kept: auto (those that are seen to stay the same; others, and a DataLoader's, are read anew in
-    every epoch), rows (all, as they are when they are read once), none (all are read anew)."""
+    """Training rows to cache: auto (rows that are the same when read twice; others, and a DataLoader's, are read again in every
+    epoch), rows (all, read once), none (all are read again)."""
     workers: Annotated[int | None, Note(above=-1, most=256, number="0 to 256")] = None
-    """Processes that read rows which are not kept; each counts against the limit. 0: the run reads them itself. Default: as
-    many as the DataLoader asks for, and 0 without one."""
+    """Worker processes that read rows which are not cached; each counts against the limit. 0: the run reads them itself.
+    Default: the DataLoader's num_workers, and 0 without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,15 +236,15 @@ class Files:
 
     heading: ClassVar[str] = "files-and-checkpoints"
     output_dir: Annotated[Path | None, Also("-o")] = None
-    """Where the results go: a new or empty directory. Default: a new one under runs/."""
+    """Directory for the results, new or empty. Default: a new one under runs/."""
     overwrite: bool = False
-    """Let --output-dir be a finished run of seqpart, and replace its results at the end."""
+    """Accept a finished run of seqpart as --output-dir, and replace its results at the end."""
     offload_dir: Path | None = None
-    """Where homes and boundary rows go while the run lasts. Default: in the output directory."""
+    """Directory for offloaded weights, optimizer state and activations during the run. Default: in the output directory."""
     save_every: Annotated[
         str | int, Note(expected="updates (500), a time (30s, 10min, 2h) or never", metavar="OFTEN")
     ] = "10min"  # fmt: skip
-    """How often to save a checkpoint: updates (500), a time (30s, 10min), or never. Ctrl-C saves too, unless never."""
+    """Interval between checkpoints: updates (500), a time (30s, 10min), or never. Ctrl-C saves too, unless never."""
 
     @property
     def saves(self) -> bool:
@@ -270,9 +269,9 @@ class Output:
 
     heading: ClassVar[str] = "output"
     trace: Path | None = None
-    """Write to this file what runs when: steps by stream, memory and traffic over time. Perfetto (ui.perfetto.dev) opens it."""
+    """Write a trace to this file: steps by stream, memory and traffic over time. Open it at ui.perfetto.dev."""
     log: PerPartition[TrackerName] | None = None
-    """Tell loss, accuracy, learning rate, memory and rows per second to tensorboard, wandb (Weights & Biases), or both."""
+    """Log loss, accuracy, learning rate, memory and rows per second to tensorboard, wandb (Weights & Biases), or both."""
 
     @property
     def trackers(self) -> tuple[TrackerName, ...]:
@@ -285,22 +284,22 @@ class Sil:
 
     heading: ClassVar[str] = "sil"
     objective: Objective | None = None
-    """What an inner partition learns (sil only): orthogonal (cross-entropy to fixed random directions that are orthogonal),
-    prototype (the same, as they are drawn) or mse (the paper: mean squared error to random numbers up to kappa). Default:
-    orthogonal."""
+    """Objective of inner partitions (sil only): orthogonal (cross-entropy to fixed random orthogonal directions), prototype
+    (the same with directions that are not orthogonal) or mse (the paper's: mean squared error to random numbers up to kappa).
+    Default: orthogonal."""
     kappa: Positive[float] = None
     """Size of the paper's synthetic labels, for objective mse. Default: 10."""
     prototype_scale: Positive[PerPartition[float]] = None
-    """Size of the logits, for objectives prototype and orthogonal: one number, or several for the partitions in turn, the
-    last of them for all that follow. Default: 16 for the first, 8 for later ones (4 + ln(classes) where that is more)."""
+    """Scale of the logits, for objectives prototype and orthogonal: one number, or one per partition, the last for all that
+    follow. Default: 16 for the first, 8 for later ones (4 + ln(classes) if that is more)."""
     sil_inputs: Literal["cached", "synthetic"] | None = None
-    """What later partitions train on (sil only): cached (outputs of the one before) or synthetic (its synthetic labels, so
-    that no partition waits for another: figure 5 of the paper, which calls it impractical). Default: cached."""
+    """Inputs of later partitions in training (sil only): cached (outputs of the one before) or synthetic (its synthetic labels,
+    so that no partition waits for another: figure 5 of the paper, which calls it impractical). Default: cached."""
     cache_dtype: Precision | None = None
     """Type of the cached boundary rows (sil only): fp32 or bf16. Default: fp32."""
     cached_views: Positive[int] = None
-    """Draws of each row that is read anew whose outputs are cached for later partitions, whose epochs take them in turn (sil
-    only). Default: 1."""
+    """Number of random draws of each row whose outputs are cached for later partitions, which use them in turn, epoch by epoch
+    (sil only, for rows that are not cached). Default: 1."""
 
     @property
     def objective_name(self) -> Objective:
@@ -338,7 +337,7 @@ class Recovery:
     recovery_epochs: Annotated[int, Note(above=-1, most=MOST, number=f"0 or more, and at most {MOST}")] = 0
     """After sil: epochs of exact back-propagation through the whole network, under the same limit."""
     recover: Literal["left", "all"] | None = None
-    """What learns in recovery: left (all partitions but the last, as in the paper) or all. Default: left."""
+    """Partitions that are trained in recovery: left (all but the last, as in the paper) or all. Default: left."""
     recovery_batch_size: Positive[int] = None
     """Rows of one update in recovery. Default: the largest --batch-size."""
     recovery_lr: Positive[float] = None
@@ -351,17 +350,17 @@ class Ist:
 
     heading: ClassVar[str] = "ist"
     subnets: Positive[int] = None
-    """Parts that the neurons of hidden layers are divided among, anew in every round (ist only, and required there)."""
+    """Number of subnets that hidden layers are divided among, differently in every round (ist only, required)."""
     local_steps: Positive[int] = None
-    """Updates of each subnet in a round (ist only); the last round of an epoch has those that are left. Default: 20."""
+    """Updates of each subnet per round (ist only); the last round of an epoch may have fewer. Default: 20."""
     subnet_groups: Positive[int] = None
-    """Neurons that stay together when they are divided (ist only), where a layer's width is a multiple of it and enough for all
-    subnets; elsewhere one by one, as 1 does everywhere (the paper's way). Default: 64."""
+    """Neurons per group that is assigned as a whole (ist only), in layers whose width is a multiple of it with a group for each
+    subnet; other layers are divided neuron by neuron, as the paper does and 1 does for all. Default: 64."""
     subnet_rows: Literal["shard", "all"] | None = None
-    """Training rows of a subnet in an epoch (ist only): shard (its own share of them) or all. Default: shard."""
+    """Training rows of a subnet per epoch (ist only): shard (its own share) or all. Default: shard."""
     subnet_moments: Literal["keep", "zero"] | None = None
-    """The optimizer's moments when a round begins (ist only): keep (cut out of the whole network's, and put back) or zero.
-    Default: keep, so that one subnet is the whole network to the bit."""
+    """Optimizer moments at the start of a round (ist only): keep (taken from the whole network's, and put back) or zero.
+    Default: keep, which makes one subnet bit-equal to the whole network."""
 
 
 @dataclass(frozen=True, kw_only=True)
