@@ -94,8 +94,8 @@ class Limits:
     device: str = "auto"
     """auto (CUDA if there is a GPU), cpu, cuda, cuda:N, sim (a simulated GPU), or sim:CARD (a simulated GPU of that model)."""
     ram_limit: Annotated[str | int | float | None, SIZE] = None
-    """Host memory for offloaded weights, optimizer state and activations, in addition to the limit. Default: on CPU none (they
-    are on disk); on CUDA half of the free memory, pinned."""
+    """Host memory for offloaded weights, optimizer state and activations, in addition to the limit; the rest is on disk.
+    Default: none on CPU; on CUDA half of the free memory, pinned."""
 
     def partition_choice(self) -> tuple[int | None, tuple[int, ...] | None]:
         """Returns (number of partitions, first block of each); None for what was not given. Raises OptionError."""

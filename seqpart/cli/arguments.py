@@ -48,7 +48,7 @@ def options_of(kind: type[T], arguments: list[str], program: str) -> T:
     if not asks_for_help:
         _refuse_unparsable(kind, arguments)
     about = wrapped(inspect.getdoc(kind) or "", shutil.get_terminal_size().columns)
-    form = _form_of(kind, _said_under_fields(kind) if asks_for_help else {})
+    form = _form_of(kind, help_of(kind) if asks_for_help else {})
     filled = tyro.cli(form, args=arguments, prog=program, description=about, config=(tyro.conf.OmitArgPrefixes,))
     return kind(**{name: value for group in vars(filled).values() for name, value in vars(group).items()})
 
@@ -78,9 +78,9 @@ def _form_of(kind: type[Any], said: dict[str, str]) -> type[Any]:
 
 
 def _argument(name: str, hint: Any, default: Any, said: str) -> tuple[str, Any, Any]:
-    """Where there is no default but one in words, the parser shows these behind the text, and no `None`. (Shown in one, they
-    would leave a blank line where they fill their last line.)"""
-    said, word, in_words = said.rpartition(_DEFAULT) if default is None and _DEFAULT in said else (said, "", "")
+    """Returns (name, type, field) of one option. A default that is described in words is shown after the help, instead of
+    `None`. (In the help itself it would leave a blank line where it fills the last one.)"""
+    said, word, in_words = split_default(said, default)
     behaviour = f"{word.lstrip()}{in_words}" if default is None else None
     kind = bool if hint is bool else Annotated[
         Any,
@@ -93,6 +93,11 @@ def _argument(name: str, hint: Any, default: Any, said: str) -> tuple[str, Any, 
     return name, Annotated[kind, told], dataclasses.field(default=default)
 
 
+def split_default(said: str, default: Any) -> tuple[str, str, str]:
+    """Splits a help text from its last sentence "Default: ...", for an option whose default is only described there."""
+    return said.rpartition(_DEFAULT) if default is None and _DEFAULT in said else (said, "", "")
+
+
 def _read(name: str, text: str, hint: Any) -> Any:
     """What `text` means; or why it means nothing, which the options say together with all else that is wrong."""
     try:
@@ -101,8 +106,8 @@ def _read(name: str, text: str, hint: Any) -> Any:
         return error
 
 
-def _said_under_fields(kind: type[Any]) -> dict[str, str]:
-    """name -> the text that stands under a field in the source of its class, or of one that it inherits from."""
+def help_of(kind: type[Any]) -> dict[str, str]:
+    """Returns the help by option: the docstring under the field, in the source of its class or of one that it inherits from."""
     said = {}
     for owner in reversed([one for one in kind.__mro__ if dataclasses.is_dataclass(one)]):
         (body,) = (node.body for node in ast.parse(inspect.getsource(owner)).body if isinstance(node, ast.ClassDef))

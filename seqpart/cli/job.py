@@ -74,8 +74,8 @@ class Sources:
     """A TOML file, or a YAML file (.yaml, .yml), with these options as keys; options on the command line win."""
     resume: Path | None = None
     """Resume the run in this directory (or from one of its checkpoint files), with the bits of an uninterrupted run. Its
-    options are taken over. Limits, directories and --save-every may differ; so may the learning rate, its schedule, clipping, weight
-    decay and epochs, which hold from then on."""
+    options are taken over. Limits, directories and --save-every may differ; so may the learning rate, its schedule, clipping,
+    weight decay and epochs, which hold from then on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,13 +43,13 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     **_each(
         "hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision", "nothing is pushed to the hub"
     ),
-    **_each("do_train do_eval do_predict resume_from_checkpoint", "scripts read them, and transformers' Trainer does not"),
+    **_each("do_train do_eval do_predict resume_from_checkpoint", "only scripts read them"),
     **_each(
         "save_total_limit save_only_model enable_jit_checkpoint",
         "checkpoints are seqpart's: two are kept, whole, and a signal leaves one",
     ),
     "length_column_name": "rows are not grouped by length",
-    "log_level": "seqpart speaks through logging.getLogger('seqpart')",
+    "log_level": "messages go to logging.getLogger('seqpart')",
     "logging_nan_inf_filter": "a loss that is not finite ends the run",
 }
 """And why."""
