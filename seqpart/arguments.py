@@ -1,6 +1,6 @@
-"""What is given to `Trainer` in the place of what it takes, as plain PyTorch has it: classes, optimizers, compiled modules.
+"""Refuses arguments of `Trainer` that plain PyTorch would take: classes, optimizers, compiled modules.
 
-Each would fail later, by a message about something else.
+Each would fail later, with a message about something else.
 """
 
 import inspect
@@ -52,7 +52,7 @@ def refuse_options_beside(optimizer: object, options: Sequence[str]) -> None:
 
 
 def _changed(optimizer: torch.optim.Optimizer) -> str:
-    """Its options, as far as they are not the defaults of its class."""
+    """Returns the optimizer's options that differ from its class's defaults."""
     usual = inspect.signature(type(optimizer)).parameters
     found = {
         name: value
