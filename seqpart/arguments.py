@@ -23,8 +23,8 @@ def refuse_no_loss(loss: object) -> None:
         raise OptionError(f"{expected}; found {short(loss)}.")
     if isinstance(loss, nn.Module) and (learn := [name for name, one in loss.named_parameters() if one.requires_grad]):
         raise OptionError(
-            f"loss: expected one that learns nothing; found {type(loss).__name__} with the parameter {learn[0]}, which no "
-            f"optimizer here would train. Let the model have it, or give the loss behind its requires_grad_(False)."
+            f"loss: expected one without trainable parameters; found {type(loss).__name__} with the parameter {learn[0]}, "
+            "which no optimizer would train. Move it into the model, or call the loss's requires_grad_(False) first."
         )
 
 
@@ -88,8 +88,8 @@ def refuse_no_modules(model: object) -> None:
         if original is not None or getattr(module, "_compiled_call_impl", None) is not None:
             cure = f"Give {where}._orig_mod, whose weights are the same" if original is not None else "Leave compile() out"
             raise ModelError(
-                f"{where}: expected a module as it was built; found one that torch.compile made, whose code takes all layers "
-                f"together, where here they come and go one by one. {cure}."
+                f"{where}: expected a module as it was built; found one that torch.compile made, whose code needs all layers "
+                f"at once, but seqpart loads them one by one. {cure}."
             )
     for own, path in {type(module): path for path, module in _modules_in(model)}.items():
         compiled = [name for name in dir(own) if _is_compiled(inspect.getattr_static(own, name, None))]

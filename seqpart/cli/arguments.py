@@ -132,7 +132,7 @@ def _refuse_unparsable(kind: type[Any], arguments: list[str]) -> None:
     for word in [*arguments, "--"]:
         flag = word.replace("_", "-")
         if takes_next and word[:2] == "--":
-            raise OptionError(f"{takes_next}: expected a value behind it; found none. --help shows what it takes.")
+            raise OptionError(f"{takes_next}: expected a value after it; found none. --help shows what it takes.")
         if not takes_next and not word.startswith("-"):
             raise OptionError(f"found {short(word)}, which belongs to no option. Give --NAME VALUE; --help shows all.")
         takes_next = flag if not takes_next and flag in known and flag not in switches else ""

@@ -213,7 +213,7 @@ class Trainer:
 
     def _refuse_empty(self, what: str) -> None:
         if self._empty:
-            raise OptionError(f"{what}: the model is empty while it trains or is judged, so no callback can do that.")
+            raise OptionError(f"{what}: the model is empty during training and evaluation, so no callback can do that.")
 
     @property
     def _output_dir(self) -> Path:
@@ -283,7 +283,7 @@ class Trainer:
     ) -> dict[str, Any]:
         """Returns the metrics of an evaluation."""
         if ignore_keys is not None:
-            raise OptionError("ignore_keys: the scores of a model (its logits) are judged, and nothing else. Leave it out.")
+            raise OptionError("ignore_keys: only the model's logits are evaluated. Leave it out.")
         began = time.time()
         (batches,) = hf_data.padded_alike([(batches, data)])
         with self._empty_model("evaluate"):

@@ -170,6 +170,6 @@ class Relay:
         wishes = [name for name in _WISHES if getattr(self.control, name)]
         if wishes:
             raise OptionError(
-                f"callbacks: control.{wishes[0]} was set in {event}, which is not taken here; should_training_stop and "
-                "should_log are. Say it in TrainingArguments."
+                f"callbacks: control.{wishes[0]} was set in {event}, which is not supported; should_training_stop and "
+                "should_log are. Set it in TrainingArguments."
             )

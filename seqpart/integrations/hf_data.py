@@ -51,12 +51,12 @@ class Batches:
             found = {**found, "labels": _stand_in(found, self.like)}
         if "labels" not in found:
             raise DataError(
-                f"{self.name}: a batch has no labels behind the collator, only {', '.join(map(str, found)) or 'nothing'}. A "
+                f"{self.name}: the collator returned a batch without labels, only {', '.join(map(str, found)) or 'nothing'}. A "
                 "causal language model needs DataCollatorForLanguageModeling(tokenizer, mlm=False), or labels in the data set."
             )
         for name, value in found.items():
             if not isinstance(value, torch.Tensor):
-                raise DataError(f"{self.name}: {name} is a {type(value).__name__} behind the collator; expected tensors.")
+                raise DataError(f"{self.name}: {name} is a {type(value).__name__} in the collator's batch; expected tensors.")
         return dict(found)
 
     def _collated(self, items: list[Any]) -> Mapping[str, Any]:
@@ -80,7 +80,7 @@ class Batches:
     def with_labels_like(self, data: Any) -> "Batches":
         """Returns a copy that adds labels like those of `data` to rows without. Raises DataError."""
         if data is None:
-            raise DataError(f"{self.name} has no labels, and there is no train_dataset that tells of what kind they would be.")
+            raise DataError(f"{self.name} has no labels, and there is no train_dataset that shows their kind.")
         with generators_kept():
             return replace(self, like=self.batch([data[0]]))
 

@@ -105,7 +105,7 @@ def as_given(given: Given, model: nn.Module, default: Schedule) -> tuple[Build, 
     if scheduler is not None and scheduler.optimizer is not optimizer:
         raise OptionError("optimizers: the scheduler belongs to another optimizer than the one beside it.")
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise OptionError("optimizers: the model's weights are in files yet. Give optimizer_cls_and_kwargs.")
+        raise OptionError("optimizers: the model's weights are still in files. Give optimizer_cls_and_kwargs.")
     if optimizer.state:
         raise OptionError("optimizers: the optimizer has stepped, and its state would be lost. Give a new one.")
     places = {id(one): place for place, group in enumerate(optimizer.param_groups) for one in group["params"]}

@@ -157,7 +157,7 @@ def _state(root: Path) -> str:
         try:
             marker = marker_of(folder)
         except ValueError as error:
-            raise OptionError(f"report: {root} cannot be told to be the directory of a run: {error} ({MARKER}).") from None
+            raise OptionError(f"report: {root} cannot be identified as the directory of a run: {error} ({MARKER}).") from None
         if marker is None:
             raise OptionError(f"report: {root} is not the directory of a run: it has no {MARKER}. Give one under runs/.")
         if marker.run is not None:

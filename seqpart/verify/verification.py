@@ -212,7 +212,7 @@ def _compare_evaluations(limited: Variant, other: Variant, first: Digests, secon
 
 
 def _other_cuts(limited: Variant, first: Digests, variant: Callable[..., Variant], reporter: Reporter) -> tuple[int, ...]:
-    """Compares cuts into two partitions and into single blocks, which reveal blocks that treat inputs without a graph otherwise.
+    """Compares cuts into two partitions and into single blocks, where blocks show that treat inputs without a graph otherwise.
 
     Returns the numbers of partitions with the same bits."""
     blocks, cut = len(limited.prepared.chain), len(limited.prepared.plan.partitions)
@@ -257,7 +257,7 @@ def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[...
             if not _near(one, two, close):
                 raise VerifyMismatch(
                     f"micro-batches of {micro_batch} and of {size} differ: the mean loss of {number} update(s) is {one:.6g} "
-                    f"and {two:.6g}, though that of the first is the same. The loss is not weighed as the whole batch would be,"
+                    f"and {two:.6g}, though that of the first is the same. The loss is not weighted as in the whole batch,"
                     " or a block uses a buffer in training that every micro-batch changes."
                 )
         alike.append(str(size))

@@ -143,7 +143,7 @@ def _idx(folder: Path, asked: str, *, prefix: str = "", turn: bool = False) -> t
     turn: the images in the files are transposed, as EMNIST's are.
     """
     if not folder.is_dir():
-        raise DataError(f"{asked}: expected the files in {folder}, and there is no such directory.")
+        raise DataError(f"{asked}: expected the files in {folder}, but there is no such directory.")
     parts = []
     for title, words in (("training", ("train",)), ("test", ("test", "t10k"))):
         images, labels = (_idx_file(folder, prefix, words, kind, asked) for kind in ("images", "labels"))

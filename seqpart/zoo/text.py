@@ -43,7 +43,7 @@ def refuse_short(path: Path, count: int, context: int, what: str) -> None:
     if count <= 10 * context:
         raise DataError(
             f"{path}: {count} {what}s are too few for rows of {context}: the last tenth is the test split, and a row needs the "
-            f"{what} behind it too. Give at least {10 * context + 1} {what}s, or a smaller --context."
+            f"next {what} too. Give at least {10 * context + 1} {what}s, or a smaller --context."
         )
 
 
