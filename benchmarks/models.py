@@ -35,11 +35,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 SUMMARY = """\
 {yes} of {all} models are cut and trained unchanged, with one line of the user's code. After {epochs} epochs of SGD in
-partitions {equal} have the weights and buffers of a plain PyTorch loop, bit for bit; for {within} the predicted peak is within +5 / -1 % of the
-measured one. The models are small: this shows that they work, not how fast. *Values*: most values between two blocks, such as
-hidden states, masks, rotary tables and skips. If the last bits differ, the column says by how much, relative to a tensor's
-largest number, and both are run again with `torch.use_deterministic_algorithms(True)`: some of torch's kernels add up in
-another order each time, in two plain loops as well.
+partitions {equal} have the weights and buffers of a plain PyTorch loop, bit for bit; for {within} the predicted peak
+is within +5 / -1 % of the measured one. The models are small: this shows that they work, not how fast. *Values*: most
+values between two blocks, such as hidden states, masks, rotary tables and skips. If the last bits differ, the column
+says by how much, relative to a tensor's largest number, and both are run again with
+`torch.use_deterministic_algorithms(True)`: some of torch's kernels add up in another order each time, in two plain
+loops as well.
 
 *`sil`*: {sil} of them are cut in two by `sil`, if its objective can use a value, and trained one partition after the other. The
 test rows of the second come from the boundary cache, with all values that pass there; the loss of {same} is that of the whole

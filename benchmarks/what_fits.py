@@ -201,8 +201,8 @@ def cell(found: dict[str, Any]) -> str:
 def page(result: dict[str, Any]) -> str:
     lines = [
         "# What fits", "",
-        "Predicted seconds of one exact update in float32 with Adam, on simulated cards: `python -m benchmarks.what_fits` makes",
-        "this page on any machine. After the seconds: the method, where streamed partitions are stored (pinned host memory,",
+        "Predicted seconds of one exact update in float32 with Adam, on simulated cards, by",
+        "`python -m benchmarks.what_fits`, on any machine. After the seconds: the method, where streamed partitions are stored (pinned host memory,",
         "disk), and what the update waits for. The limit is 95 % of the card's memory.", "",
         "Nothing here was measured: rates of kernels and links are those of `seqpart/device/cards/*.toml`, with a source each.",
     ]  # fmt: skip

@@ -101,14 +101,14 @@ def refuse_no_modules(model: object) -> None:
 
 
 def _is_compiled(attribute: object) -> bool:
-    """Not what torch.compiler.disable made, which has an original too."""
+    """True for compiled functions, but not for those of torch.compiler.disable, which have an original too."""
     function = getattr(attribute, "__func__", attribute) if isinstance(attribute, staticmethod | classmethod) else attribute
     marks = getattr(function, "__dict__", {})
     return "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable", False)
 
 
 def _modules_in(model: object) -> Iterator[tuple[str, nn.Module]]:
-    """Each with how it is reached from the model."""
+    """Yields modules, each with the expression that reaches it from the model."""
     if isinstance(model, list | tuple):
         for number, part in enumerate(model):
             for path, module in _modules_in(part):

@@ -47,7 +47,7 @@ def _never_ends(lacks: Sequence[int], limit: int) -> bool:
 
 
 class _Search:
-    """From the limit that was refused upwards: each refusal names one for its own depth, under which no deeper model fits."""
+    """Searches upwards from the refused limit: each refusal names a limit for its own depth, in which no deeper model fits."""
 
     def __init__(self, job: Job, trainer: Trainer, train: Split, test: Split, reuse: Plan | None) -> None:
         self._job, self._trainer, self._rows, self._reuse = job, trainer, (train, test), reuse

@@ -101,9 +101,9 @@ class Workload:
     partitions: tuple[PartitionTraining, ...]
     clips: bool = False
     stays: frozenset[int] = frozenset()
-    """In a streamed pass: partitions that stay on the device anyway."""
+    """Partitions of a streamed pass that stay on the device."""
     keeps: frozenset[int] = frozenset()
-    """In a whole-network pass: partitions that keep their graphs."""
+    """Partitions of a whole-network pass that keep their graphs."""
     offloads: frozenset[int] = frozenset()
     """Those of `keeps` whose graphs are offloaded until backward."""
     one_value: bool = True

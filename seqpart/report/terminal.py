@@ -175,7 +175,7 @@ def standard_output() -> IO[str]:
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[Output]:
-    """Inside, printing raises no error, whoever prints; behind it the interpreter's own last flush meets none either.
+    """Inside, printing raises no error, from any code; afterwards the interpreter's last flush raises none either.
 
     Its value is the standard output, whose `lost` says so when some of it is.
     """

@@ -43,7 +43,7 @@ class Trace:
         self._flushed = self._counted = 0.0
         self._highest = 0
         self.is_full, self.error = False, ""
-        """Whether the file has no room for more, and why nothing could be written any more."""
+        """True if the file is full; and the error after which nothing was written."""
         try:
             self._file: int | None = made(path, 0o666)
         except OSError as error:

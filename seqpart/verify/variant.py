@@ -100,7 +100,7 @@ class _Recorder:
     def __init__(self, digests: Digests, phases: Sequence[Phase], limit: int) -> None:
         self._digests, self._phases, self._limit = digests, phases, limit
         self._goes_on = True
-        """Whether another update would follow."""
+        """True if another update would follow."""
 
     @property
     def observer(self) -> Observer:

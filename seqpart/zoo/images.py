@@ -89,7 +89,7 @@ class Images:
     """Map-style: (image (3, height, width) of float32, class)."""
 
     read_anew = True
-    """Whether or not it augments: as floats an image takes many times its file."""
+    """Read again even without augmentation: as floats an image takes many times its file."""
 
     def __init__(
         self, folder: Path, names: Any, labels: Any, change: Change, scale: tuple[tuple[float, ...], tuple[float, ...]] | None

@@ -61,7 +61,7 @@ def made(library: str, name: str, asked: Asked) -> Made:
 
 
 def _empty_or_whole(build: Callable[[], nn.Module], empty: bool) -> nn.Module:
-    """Without memory if it is to be `empty`; whole where a model looks at its own values when it is built."""
+    """Builds the model on the meta device if `empty`, unless its constructor reads its own values."""
     if empty:
         try:
             with parameters_on_meta():

@@ -26,7 +26,7 @@ class ResidualBlock(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def hidden_layers(self) -> list[Hidden]:
-        """Its neurons, each of which adds to its own place of x: relu gives zeros for the zeros of others."""
+        """Returns its neurons, each of which adds to its own element of x: relu maps the zeros of others to zeros."""
         return [Hidden(units=self.linear.out_features, rows=(Side("linear"),), placed=True)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def hidden_layers(self) -> list[Hidden]:
-        """Its heads, and the neurons between the two linear layers of its MLP."""
+        """Returns its heads, and the neurons between the two linear layers of its MLP."""
         size = self.mixed.in_features // self.heads
         heads = Hidden(
             units=self.heads, rows=(Side("qkv", 3, size),), columns=(Side("mixed", 1, size),), counts=("heads",), alone=True
