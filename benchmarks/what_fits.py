@@ -202,8 +202,8 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# What fits", "",
         "Predicted seconds of one exact update in float32 with Adam, on simulated cards, by",
-        "`python -m benchmarks.what_fits`, on any machine. After the seconds: the method, where streamed partitions are stored (pinned host memory,",
-        "disk), and what the update waits for. The limit is 95 % of the card's memory.", "",
+        "`python -m benchmarks.what_fits`, on any machine. After the seconds: the method, where streamed partitions are stored",
+        "(pinned host memory, disk), and what the update waits for. The limit is 95 % of the card's memory.", "",
         "Nothing here was measured: rates of kernels and links are those of `seqpart/device/cards/*.toml`, with a source each.",
     ]  # fmt: skip
     for name, cards in result.items():
