@@ -1,4 +1,4 @@
-"""Which models of others come in as they are? Each, whole and small, is cut, streamed and compared with a plain loop.
+"""Which models of libraries work unchanged? Each, whole and small, is cut, streamed and compared with a plain loop.
 
     python -m benchmarks.models              all of them; writes docs/models.md and benchmarks/results/models-*.json
     python -m benchmarks.models again NAME   these once more, and those that are new; what is known of the others stays
@@ -34,16 +34,17 @@ BATCH, RATE, EPOCHS, PARTITIONS = 8, 1e-2, 2, (3, 2)
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 SUMMARY = """\
-{yes} of {all} models are cut and trained without a change, by one line of the user's code; after {epochs} epochs of SGD in
-partitions {equal} have the weights and buffers of a plain PyTorch loop, bit for bit; of {within} the predicted peak is within
-+5 / -1 % of the measured one. They are small: what is shown is that they come in, not how fast. *Passing*: the most values
-between two blocks, as hidden states, masks, rotary tables and skips. Where the last bits differ the column says by how much,
-relative to a tensor's largest number, and the two are run once more with `torch.use_deterministic_algorithms(True)`: some of
-torch's kernels add up in another order each time, in two plain loops as well.
+{yes} of {all} models are cut and trained unchanged, with one line of the user's code. After {epochs} epochs of SGD in
+partitions {equal} have the weights and buffers of a plain PyTorch loop, bit for bit; for {within} the predicted peak
+is within +5 / -1 % of the measured one. The models are small: this shows that they work, not how fast. *Values*: most
+values between two blocks, such as hidden states, masks, rotary tables and skips. If the last bits differ, the column
+says by how much, relative to a tensor's largest number, and both are run again with
+`torch.use_deterministic_algorithms(True)`: some of torch's kernels add up in another order each time, in two plain
+loops as well.
 
-*`sil`*: {sil} of them are cut in two by `sil`, where its objective can judge a value, and trained one partition after the
-other. The test rows of the second wait in the boundary cache, with all values that pass there; the loss of {same} is that
-of the whole model on the same rows, to the last digit. The predicted peak of {kept} is within +5 / -1 %."""
+*`sil`*: {sil} of them are cut in two by `sil`, if its objective can use a value, and trained one partition after the other. The
+test rows of the second come from the boundary cache, with all values that pass there; the loss of {same} is that of the whole
+model on the same rows, to the last digit. The predicted peak of {kept} is within +5 / -1 %."""
 
 
 def made(example: Example) -> nn.Module:
@@ -196,7 +197,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
     within = sum(-0.01 <= one["predicted"] / one["peak"] - 1 <= 0.05 for one in yes)
     return "\n".join(
         [
-            "# Models that come in as they are",
+            "# Models that were tried, unchanged",
             "",
             f"Written by `python -m benchmarks.models`. {origin()}",
             "",
@@ -211,7 +212,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
                 kept=sum(-0.01 <= one["predicted"] / one["peak"] - 1 <= 0.05 for one in alone),
             ),
             "",
-            "| model | comes in | blocks | passing | partitions | against a plain loop | predicted peak | `sil` | why not |",
+            "| model | works | blocks | values | partitions | against a plain loop | predicted peak | `sil` | why not |",
             "|---|---|---|---|---|---|---|---|---|",
             *(line(name, one) for name, one in found.items()),
             "",

@@ -72,7 +72,7 @@ def markdown(found: dict[str, Any]) -> str:
         swept = _sweep(runs, word)
         lines += ["", f"| {title} | {' | '.join(f'{at:g}' for at in swept)} |", f"|---{'|---' * len(swept)}|"]
         lines.append(f"| test accuracy, % | {' | '.join(f'{np.mean(values):.1f}' for values in swept.values())} |")
-    lines += ["", f"| R^2 beside {REFERENCE} | whole training | right partition's epochs |", "|---|---|---|"]
+    lines += ["", f"| R^2 against {REFERENCE} | whole training | right partition's epochs |", "|---|---|---|"]
     lines += [f"| {name} | {whole:.3f} | {right:.3f} |" for name, (whole, right) in told["r_squared"].items()]
     lines += ["", "| partitions | 2 | 3 | 4 |", "|---|---|---|---|"]
     for objective, inputs, swept in _by_objective(found["partitions"]):

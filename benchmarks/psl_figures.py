@@ -76,7 +76,7 @@ def markdown(runs: Runs) -> str:
     lines = []
     for data, batch in cells(runs):
         lines += [
-            f"| {TITLES[data][1]}, batch {batch} | after the 1st epoch | at the end | lowest behind the 1st |",
+            f"| {TITLES[data][1]}, batch {batch} | after the 1st epoch | at the end | lowest after the 1st |",
             "|---|---|---|---|",
         ]
         for (network, loss), (title, *_) in ARMS.items():

@@ -201,10 +201,9 @@ def cell(found: dict[str, Any]) -> str:
 def page(result: dict[str, Any]) -> str:
     lines = [
         "# What fits", "",
-        "Seconds of one exact update in float32 with Adam, by the plan, on cards that need not be there:",
-        "`python -m benchmarks.what_fits` makes this page on any machine. Behind the seconds: the method, where the homes of",
-        "partitions that come and go are (pinned host memory, disk), and what the update waits for. The limit is 95 % of the",
-        "card's memory.", "",
+        "Predicted seconds of one exact update in float32 with Adam, on simulated cards, by",
+        "`python -m benchmarks.what_fits`, on any machine. After the seconds: the method, where streamed partitions are stored",
+        "(pinned host memory, disk), and what the update waits for. The limit is 95 % of the card's memory.", "",
         "Nothing here was measured: rates of kernels and links are those of `seqpart/device/cards/*.toml`, with a source each.",
     ]  # fmt: skip
     for name, cards in result.items():

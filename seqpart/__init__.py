@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch, 2 s, is loaded when it is first asked for: help and errors do not need it."""
+    """Loads names that need torch, which takes 2 s, on first use: help and errors do not need it."""
     if name in ("Evaluation", "Padding", "Result", "Settings", "Trainer", "parameters_on_meta"):
         from seqpart import settings, trainer
         from seqpart.data import padding

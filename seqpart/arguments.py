@@ -1,6 +1,6 @@
-"""What is given to `Trainer` in the place of what it takes, as plain PyTorch has it: classes, optimizers, compiled modules.
+"""Refuses arguments of `Trainer` that plain PyTorch would take: classes, optimizers, compiled modules.
 
-Each would fail later, by a message about something else.
+Each would fail later, with a message about something else.
 """
 
 import inspect
@@ -23,8 +23,8 @@ def refuse_no_loss(loss: object) -> None:
         raise OptionError(f"{expected}; found {short(loss)}.")
     if isinstance(loss, nn.Module) and (learn := [name for name, one in loss.named_parameters() if one.requires_grad]):
         raise OptionError(
-            f"loss: expected one that learns nothing; found {type(loss).__name__} with the parameter {learn[0]}, which no "
-            f"optimizer here would train. Let the model have it, or give the loss behind its requires_grad_(False)."
+            f"loss: expected one without trainable parameters; found {type(loss).__name__} with the parameter {learn[0]}, "
+            "which no optimizer would train. Move it into the model, or call the loss's requires_grad_(False) first."
         )
 
 
@@ -52,7 +52,7 @@ def refuse_options_beside(optimizer: object, options: Sequence[str]) -> None:
 
 
 def _changed(optimizer: torch.optim.Optimizer) -> str:
-    """Its options, as far as they are not the defaults of its class."""
+    """Returns the optimizer's options that differ from its class's defaults."""
     usual = inspect.signature(type(optimizer)).parameters
     found = {
         name: value
@@ -88,8 +88,8 @@ def refuse_no_modules(model: object) -> None:
         if original is not None or getattr(module, "_compiled_call_impl", None) is not None:
             cure = f"Give {where}._orig_mod, whose weights are the same" if original is not None else "Leave compile() out"
             raise ModelError(
-                f"{where}: expected a module as it was built; found one that torch.compile made, whose code takes all layers "
-                f"together, where here they come and go one by one. {cure}."
+                f"{where}: expected a module as it was built; found one that torch.compile made, whose code needs all layers "
+                f"at once, but seqpart loads them one by one. {cure}."
             )
     for own, path in {type(module): path for path, module in _modules_in(model)}.items():
         compiled = [name for name in dir(own) if _is_compiled(inspect.getattr_static(own, name, None))]
@@ -101,14 +101,14 @@ def refuse_no_modules(model: object) -> None:
 
 
 def _is_compiled(attribute: object) -> bool:
-    """Not what torch.compiler.disable made, which has an original too."""
+    """True for compiled functions, but not for those of torch.compiler.disable, which have an original too."""
     function = getattr(attribute, "__func__", attribute) if isinstance(attribute, staticmethod | classmethod) else attribute
     marks = getattr(function, "__dict__", {})
     return "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable", False)
 
 
 def _modules_in(model: object) -> Iterator[tuple[str, nn.Module]]:
-    """Each with how it is reached from the model."""
+    """Yields modules, each with the expression that reaches it from the model."""
     if isinstance(model, list | tuple):
         for number, part in enumerate(model):
             for path, module in _modules_in(part):

@@ -101,7 +101,7 @@ def callers(callbacks: Sequence[object]) -> dict[str, list[Callable[[Any], objec
         if not own:
             raise OptionError(
                 f"callbacks: expected objects with {', '.join(NAMES[:-1])} or {NAMES[-1]}; found {type(callback).__name__}, "
-                "which has none of them."
+                "which has none of these methods."
             )
         for name, method in own.items():
             found[name].append(method)

@@ -43,9 +43,9 @@ _FLAG = re.compile(
 quoted as a shell has it."""
 _NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
 _TWO_STOPS = re.compile(r"(?<=[\w)\]'\"])\.\.(?=\s|$)")
-"""Where a sentence ends with what a library said, in a sentence."""
+"""Two full stops: a library's sentence at the end of one of ours."""
 _ARGUMENTS = {"plan": "reuse", "data": "train"}
-"""Flags that Python has another name for."""
+"""Flags with another name in Python."""
 
 
 def in_arguments(text: str) -> str:

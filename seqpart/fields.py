@@ -1,6 +1,6 @@
-"""A field of the options by its annotation: what may be given for it, from Python or as text, and how it is shown.
+"""Reads an option by its field's annotation: checks values from Python or text, and formats them.
 
-Types at run time are the annotations of the dataclass, so that an option is described once.
+The annotations of the dataclass are used at run time, so that an option is described once.
 """
 
 import sys
@@ -22,21 +22,21 @@ PerPartition: TypeAlias = T | tuple[T, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What stands beside the type of a field, in Annotated."""
+    """Additions to a field's type, in Annotated."""
 
     expected: str = ""
-    """What may be given, in words, where those of the type would not do."""
+    """Description of valid values, if that of the type is not enough."""
     above: float = 0
     most: float = sys.float_info.max
     number: str = ""
-    """The numbers between the two, in words."""
+    """Description of the valid range."""
     metavar: str = ""
-    """What --help shows for a value."""
+    """Placeholder for a value in --help."""
 
 
 @dataclass(frozen=True)
 class Also:
-    """In the same place: another flag that means it."""
+    """Another flag for the same option, in Annotated."""
 
     flag: str
 
@@ -45,7 +45,7 @@ Positive = Annotated[T | None, Note(number="a number above zero")]
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", Path: "a path", str: "a text"}
 _MISFIT = object()
 _TYPES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16"}
-"""What torch calls types that options have shorter words for, whether or not they take them."""
+"""torch's names of types, and those of options, whether or not they accept them."""
 
 
 def note_of(hint: Any) -> Note:
@@ -53,31 +53,31 @@ def note_of(hint: Any) -> Note:
 
 
 def flags_of(name: str, hint: Any) -> tuple[str, ...]:
-    """By which an option is given."""
+    """Returns the flags of an option."""
     return (flag_of(name), *(also.flag for also in getattr(hint, "__metadata__", ()) if isinstance(also, Also)))
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the only one."""
+    """Returns the types of a union, or the only one."""
     hint = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:
-    """The words that a value may be: those of Literal."""
+    """Returns the choices of a Literal."""
     return tuple(word for kind in alternatives(hint) if get_origin(kind) is Literal for word in get_args(kind))
 
 
 def items_of(hint: Any) -> Any:
-    """What a tuple of it holds, where a value may be a tuple; otherwise None."""
+    """Returns the type of the items, if a value may be a tuple; else None."""
     return next((get_args(kind)[0] for kind in alternatives(hint) if get_origin(kind) is tuple), None)
 
 
 def checked_value(name: str, value: Any, hint: Any, *, typed: bool = False) -> Any:
-    """`value` as its type has it: a list becomes a tuple, 1 becomes 1.0 where numbers have a point, a text a Path.
+    """Converts `value` to the type: a list becomes a tuple, 1 becomes 1.0 for a float, a text a Path.
 
-    typed: on the command line, as text. Raises OptionError for a value of another type, and one that is given in its place:
-    why what was typed means nothing.
+    typed: text from the command line. Raises OptionError for a value of another type, and `value` itself if that is an
+    OptionError from parsing.
     """
     if isinstance(value, OptionError):
         raise value
@@ -90,7 +90,7 @@ def checked_value(name: str, value: Any, hint: Any, *, typed: bool = False) -> A
 
 
 def out_of_range(name: str, value: Any, hint: Any) -> str:
-    """What is wrong with a number; "" where nothing is."""
+    """Returns what is wrong with a number; "" if nothing is."""
     note = note_of(hint)
     for number in values_of(value):
         if note.number and number is not None and not note.above < number <= note.most:
@@ -101,7 +101,7 @@ def out_of_range(name: str, value: Any, hint: Any) -> str:
 
 
 def as_text(value: object) -> str:
-    """As the command line would have it: `5,160`, `yes`."""
+    """Formats a value for the command line: `5,160`, `yes`."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if callable(value):
@@ -110,7 +110,7 @@ def as_text(value: object) -> str:
 
 
 def metavar_of(hint: Any) -> str:
-    """What --help shows for a value."""
+    """Returns the placeholder for a value in --help."""
     if note_of(hint).metavar:
         return note_of(hint).metavar
     item, kinds = items_of(hint), alternatives(hint)
@@ -121,12 +121,12 @@ def metavar_of(hint: Any) -> str:
 
 
 def values_of(given: PerPartition[T]) -> tuple[T, ...]:
-    """The values: one, or one for each partition."""
+    """Returns the values as a tuple: one, or one per partition."""
     return given if isinstance(given, tuple) else (given,)
 
 
 def per_partition(name: str, given: PerPartition[T], count: int) -> tuple[T, ...]:
-    """One value for each of `count` partitions. Raises OptionError where the numbers differ."""
+    """Returns one value for each of `count` partitions. Raises OptionError if the numbers differ."""
     values = values_of(given)
     if len(values) == 1:
         return values * count
@@ -166,13 +166,13 @@ def nearest(values: Iterable[object], words: Collection[str]) -> str:
 
 
 def joined(problems: Iterable[str]) -> str:
-    """What is wrong, as one message."""
+    """Joins problems to one message."""
     said = "; ".join(problem.removesuffix(".") for problem in problems)
     return said if said.endswith("?") else f"{said}."
 
 
 def _spelled(value: Any) -> Any:
-    """A torch.dtype, or the name of one, as options call it."""
+    """Returns the options' name of a torch.dtype or its name."""
     is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
     return _TYPES.get(str(value).removeprefix("torch."), value) if is_dtype or isinstance(value, str) else value
 
@@ -203,7 +203,7 @@ def _as(kind: Any, value: Any, typed: bool) -> Any:
 
 
 def _expected(hint: Any, typed: bool) -> str:
-    """In words."""
+    """Describes the valid values."""
     item, words, note = items_of(hint), choices_of(hint), note_of(hint)
     if typed and item in (int, float):
         return f"{_WORDS[item]}, or {_WORDS[item][2:]}s with commas"

@@ -1,4 +1,4 @@
-"""What callers from Python may set about a run, for editors and type checkers. The fields: python tools/write_options.py."""
+"""The options of a run in Python, for editors and type checkers. The fields are written by tools/write_options.py."""
 
 import pathlib
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""What JSON from outside must be: types with their ranges, which msgspec compares it with, and names the field that is wrong.
+"""Types with ranges that msgspec checks JSON from outside against, naming the wrong field.
 
-A checksum says that a file is what was written, and not that what was written makes sense.
+A checksum shows that a file is what was written, not that its content is valid.
 """
 
 import re
@@ -17,26 +17,26 @@ Positive = Annotated[int, Meta(ge=1, le=_MOST)]
 Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 PathText = Annotated[str, Meta(pattern=r"\A[^\x00\ud800-\udc7f\udd00-\udfff]+\Z", max_length=4096)]
-"""What can be the path of a file here: bytes that are no text are U+DC80 to U+DCFF in it."""
+"""A path in JSON: bytes that are not text are U+DC80 to U+DCFF."""
 
 
 _WORDS = re.compile(r"`str` matching regex '\\\\A\(\?:([\w|]+)\)\\\\Z'")
 
 
 def word_of(*words: str) -> Meta:
-    """One of them."""
+    """Returns the type of one of the given words."""
     return matching(re.compile("|".join(map(re.escape, words))))
 
 
 def matching(whole: re.Pattern[str]) -> Meta:
-    """Text that is this from its beginning to its end, short enough for the name of a file. Not for a union with a list in it:
-    msgspec 0.22 frees its pattern once too often there."""
+    """Returns the type of text that matches the whole pattern, short enough for a file name. Not for a union with a list:
+    msgspec 0.22 frees its pattern twice there."""
     return Meta(pattern=rf"\A(?:{whole.pattern})\Z", max_length=250)
 
 
 def as_type(kind: type[T], found: object) -> T:
-    """`found`, which JSON gave, as a dataclass or a Struct. Raises ValueError, which names the field that is of another type,
-    out of its range, missing or unknown."""
+    """Converts `found`, from JSON, to a dataclass or a Struct. Raises ValueError that names the field of another type, out of
+    range, missing or unknown."""
     try:
         made = msgspec.convert(found, kind)
     except (msgspec.ValidationError, OverflowError, RecursionError, UnicodeError) as error:

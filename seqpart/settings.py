@@ -26,7 +26,7 @@ class Settings(Config):
     """
 
     def __post_init__(self) -> None:
-        """Take every value as its field's type has it; all that is wrong is said at once."""
+        """Converts every value to its field's type. Raises one OptionError that names everything wrong."""
         if self.method is None:
             raise OptionError(NO_METHOD)
         problems, hints = list[str](), hints_of(type(self))
@@ -56,7 +56,7 @@ class Settings(Config):
         return methods_named(self.method)
 
     def _contradictions(self) -> Iterator[str]:
-        """What does not go together, in words."""
+        """Yields a message for every pair of options that contradict each other."""
         exact = self.methods[0].exact
         if self.weights_partial and self.weights is None:
             yield "--weights-partial goes with --weights. Leave it out"
@@ -74,7 +74,7 @@ class Settings(Config):
             yield f"--optimizer adafactor looks at a weight as a whole, and {self.divides_weights} divides it. Take another"
 
     def _lengths(self, *, exact: bool) -> Iterator[str]:
-        """What does not go together about the run's length and its evaluations."""
+        """Yields the contradictions of the options for the run's length and its evaluations."""
         method, epochs = self.method, values_of(self.epochs)
         if self.eval_every is not None and self.test_every is not None:
             yield "--eval-every and --test-every say the same of updates and of epochs. Leave one out"
@@ -108,7 +108,7 @@ class Settings(Config):
 
     @property
     def divides_weights(self) -> str:
-        """What cuts weights into pieces that are updated one by one; "" where nothing is known to."""
+        """The option that divides weights into pieces that are updated one by one; "" if there is none."""
         return f"method {self.method}" if self.methods[0].divides_weights else "--tile" if self.tile_bytes else ""
 
     @property
@@ -121,5 +121,5 @@ class Settings(Config):
 
 
 def hints_of(kind: type[Any]) -> dict[str, Any]:
-    """The types of its fields, each with its Note; a method may be any that there is, also one that was registered."""
+    """Returns the types of its fields, each with its Note; `method` may be any that is known, also a registered one."""
     return config.hints_of(kind) | {"method": Literal["auto", *METHODS]}

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(command: str, arguments: list[str]) -> int:
-    """One of the console script's: train, plan (a dry run), verify, report, doctor. Returns the exit code."""
+    """Runs a command of the console script: train, plan (a dry run), verify, report, doctor. Returns the exit code."""
     if command == "train":
         sys.argv[1:] = arguments
         return main()

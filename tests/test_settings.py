@@ -252,6 +252,7 @@ def test_what_an_editor_completes_are_the_settings():
     """Trainer took **options: Any, so that no editor and no type checker knew a name or a type of them."""
     assert set(Options.__annotations__) == {field.name for field in fields(Settings)} - {"optimizer", "loss"}
     assert write_options.TARGET.read_text() == write_options.options(), "run python tools/write_options.py"
+    assert write_options.REFERENCE.read_text() == write_options.reference(), "run python tools/write_options.py"
     for name in ("method", "lr_schedule", "objective", "sil_inputs"):
         for value in _choices(Options.__annotations__[name]):
             Settings(mem_limit="2GB", **({"method": "sil"} | {name: value} | ({"subnets": 2} if value == "ist" else {})))
@@ -295,6 +296,7 @@ def test_an_option_is_one_field(tmp_path):
     shutil.copytree(root / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
     config = tmp_path / "seqpart" / "config.py"
     config.write_text(config.read_text().replace("    momentum: float", f"{FIELD}    momentum: float"))
+    (tmp_path / "docs").mkdir()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "tools/write_options.py"], cwd=tmp_path, env=environment, check=True)
     ran = subprocess.run([sys.executable, "-c", EVERYWHERE], cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -303,6 +305,8 @@ def test_an_option_is_one_field(tmp_path):
     assert "look_ahead: expected numbers above 0, at most 9; found 10.0." in ran.stdout
     assert "--ahead FLOAT[,...], --look-ahead FLOAT[,...]" in ran.stdout
     assert "How far, per partition. (default: 5.0)" in ran.stdout
+    row = "| `--look-ahead`, `--ahead` | `FLOAT[,...]` | 5.0 | How far, per partition. |"
+    assert row in (tmp_path / "docs" / "options.md").read_text()
 
 
 def _choices(kind):

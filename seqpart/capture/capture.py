@@ -42,7 +42,7 @@ def chain_of(
     if torch.is_anomaly_enabled():
         raise ModelError(
             "anomaly detection is on (torch.autograd.set_detect_anomaly): it looks at the values of every gradient, and a "
-            "model is measured on tensors without values. Turn it off; what is not finite ends a run in words."
+            "model is measured on tensors without values. Turn it off: a run ends with a message if a loss is not finite."
         )
     whole = _has_a_forward(model) or (isinstance(model, nn.Module) and tile_of(model) > 0)
     if form and not whole:
@@ -222,8 +222,8 @@ def judged_output(model: nn.Module, found: Any) -> torch.Tensor:
         return tensors[0]
     said = f"a {type(found).__name__}" + (f" with {', '.join(map(str, named))}" if named else "")
     raise ModelError(
-        f"{type(model).__name__} returned {said}, of {len(tensors)} tensors, and which of them is to be judged is not known. "
-        "Wrap it in a module that returns one, or a dict with it as logits."
+        f"{type(model).__name__} returned {said}, of {len(tensors)} tensors, and it is not known which one the loss takes. "
+        "Wrap it in a module that returns one tensor, or a dict with it as logits."
     )
 
 

@@ -95,8 +95,8 @@ def _loss(model: nn.Module, found: Any) -> torch.Tensor:
     if len(scalars) == 1:
         return scalars[0]
     raise ModelError(
-        f'loss="model": {type(model).__name__}, given labels, returned a {type(found).__name__} in which the loss is not to '
-        "be told: expected one number, or a dict with it as loss."
+        f'loss="model": {type(model).__name__}, given labels, returned a {type(found).__name__} in which the loss cannot be '
+        "identified: expected one number, or a dict with it as loss."
     )
 
 

@@ -1,6 +1,6 @@
-"""Options from three places: a config file, the run that is resumed, and the command line, which wins.
+"""Collects options from a config file, the resumed run, and the command line, which wins.
 
-The parser fills in a form that is made from the fields: every option under the heading of its group.
+The parser's form is made from the fields, with every option under the heading of its group.
 """
 
 import ast
@@ -40,22 +40,22 @@ _BF16 = "--bf16"
 """Short for --dtype bf16."""
 _DEFAULT = " Default: "
 Option = bool | int | float | str | None
-"""As JSON has it."""
+"""An option's value in JSON."""
 
 
 def options_of(kind: type[T], arguments: list[str], program: str) -> T:
-    """`gathered` arguments as a `kind`. Raises OptionError for what cannot be used; leaves with 2 for unknown options."""
+    """Parses `gathered` arguments as a `kind`. Raises OptionError for invalid or unknown options."""
     asks_for_help = bool({"-h", "--help"} & set(arguments))
     if not asks_for_help:
         _refuse_unparsable(kind, arguments)
     about = wrapped(inspect.getdoc(kind) or "", shutil.get_terminal_size().columns)
-    form = _form_of(kind, _said_under_fields(kind) if asks_for_help else {})
+    form = _form_of(kind, help_of(kind) if asks_for_help else {})
     filled = tyro.cli(form, args=arguments, prog=program, description=about, config=(tyro.conf.OmitArgPrefixes,))
     return kind(**{name: value for group in vars(filled).values() for name, value in vars(group).items()})
 
 
 def groups_of(kind: Any) -> dict[str, list[str]]:
-    """heading -> the options of `kind` that --help shows under it, in the order of the groups of Settings."""
+    """Returns the options of `kind` by heading of --help, in the order of the groups of Settings."""
     groups: dict[str, list[str]] = {group.heading: [] for group in GROUPS}
     names = [field.name for field in dataclasses.fields(kind)]
     for owner in reversed(kind.__mro__[:-1]):
@@ -67,7 +67,7 @@ def groups_of(kind: Any) -> dict[str, list[str]]:
 
 
 def _form_of(kind: type[Any], said: dict[str, str]) -> type[Any]:
-    """A dataclass with one field for each group, which holds that group's options. said: the help of each."""
+    """Returns a dataclass with one field per group, which holds that group's options. said: the help by option."""
     hints, defaults = hints_of(kind), {field.name: field.default for field in dataclasses.fields(kind)}
     groups = []
     for heading, names in groups_of(kind).items():
@@ -79,9 +79,9 @@ def _form_of(kind: type[Any], said: dict[str, str]) -> type[Any]:
 
 
 def _argument(name: str, hint: Any, default: Any, said: str) -> tuple[str, Any, Any]:
-    """Where there is no default but one in words, the parser shows these behind the text, and no `None`. (Shown in one, they
-    would leave a blank line where they fill their last line.)"""
-    said, word, in_words = said.rpartition(_DEFAULT) if default is None and _DEFAULT in said else (said, "", "")
+    """Returns (name, type, field) of one option. A default that is described in words is shown after the help, instead of
+    `None`. (In the help itself it would leave a blank line where it fills the last one.)"""
+    said, word, in_words = split_default(said, default)
     behaviour = f"{word.lstrip()}{in_words}" if default is None else None
     kind = bool if hint is bool else Annotated[
         Any,
@@ -94,16 +94,21 @@ def _argument(name: str, hint: Any, default: Any, said: str) -> tuple[str, Any, 
     return name, Annotated[kind, told], dataclasses.field(default=default)
 
 
+def split_default(said: str, default: Any) -> tuple[str, str, str]:
+    """Splits a help text from its last sentence "Default: ...", for an option whose default is only described there."""
+    return said.rpartition(_DEFAULT) if default is None and _DEFAULT in said else (said, "", "")
+
+
 def _read(name: str, text: str, hint: Any) -> Any:
-    """What `text` means; or why it means nothing, which the options say together with all else that is wrong."""
+    """Returns the value of `text`; or the error, which the options report together with all others."""
     try:
         return checked_value(name, text, hint, typed=True)
     except OptionError as error:
         return error
 
 
-def _said_under_fields(kind: type[Any]) -> dict[str, str]:
-    """name -> the text that stands under a field in the source of its class, or of one that it inherits from."""
+def help_of(kind: type[Any]) -> dict[str, str]:
+    """Returns the help by option: the docstring under the field, in the source of its class or of one that it inherits from."""
     said = {}
     for owner in reversed([one for one in kind.__mro__ if dataclasses.is_dataclass(one)]):
         (body,) = (node.body for node in ast.parse(inspect.getsource(owner)).body if isinstance(node, ast.ClassDef))
@@ -114,8 +119,8 @@ def _said_under_fields(kind: type[Any]) -> dict[str, str]:
 
 
 def _refuse_unparsable(kind: type[Any], arguments: list[str]) -> None:
-    """Raises OptionError for unknown flags, for required ones that are missing, and for words that belong to no flag: the
-    parser draws a box around those."""
+    """Raises OptionError for unknown flags, missing required ones, and words that belong to no flag, before the parser prints
+    an error of its own."""
     flags = {field: flags_of(field.name, field.type) for field in dataclasses.fields(kind)}
     required = {flag for field in flags if field.default is dataclasses.MISSING for flag in flags[field]}
     switches = {flag for field in flags if field.type is bool for flag in flags[field]}
@@ -128,7 +133,7 @@ def _refuse_unparsable(kind: type[Any], arguments: list[str]) -> None:
     for word in [*arguments, "--"]:
         flag = word.replace("_", "-")
         if takes_next and word[:2] == "--":
-            raise OptionError(f"{takes_next}: expected a value behind it; found none. --help shows what it takes.")
+            raise OptionError(f"{takes_next}: expected a value after it; found none. --help shows what it takes.")
         if not takes_next and not word.startswith("-"):
             raise OptionError(f"found {short(word)}, which belongs to no option. Give --NAME VALUE; --help shows all.")
         takes_next = flag if not takes_next and flag in known and flag not in switches else ""
@@ -137,12 +142,12 @@ def _refuse_unparsable(kind: type[Any], arguments: list[str]) -> None:
 
 
 def has_flag(arguments: list[str], flag: str) -> bool:
-    """Whether `gathered` arguments say something of it."""
+    """True if `flag` is among `gathered` arguments."""
     return any(word.partition("=")[0] == flag for word in arguments)
 
 
 def gathered(arguments: list[str], kind: type[Any]) -> list[str]:
-    """`arguments` behind those of `--config FILE`, or of the run that `--resume DIR` names. `kind`: the options' dataclass."""
+    """Returns `arguments` after those of `--config FILE` or of the run of `--resume DIR`. kind: the options' dataclass."""
     known = {field.name: field for field in dataclasses.fields(kind) if field.name not in ("config", "resume")}
     config, resume = _given(arguments, "--config"), _given(arguments, "--resume")
     if resume is not None and config is not None:
@@ -167,7 +172,7 @@ def gathered(arguments: list[str], kind: type[Any]) -> list[str]:
 
 
 def _spelled_out(arguments: list[str]) -> list[str]:
-    """`arguments` with `--dtype bf16` in the place of `--bf16`. Raises OptionError where both are there and differ."""
+    """Replaces `--bf16` with `--dtype bf16`. Raises OptionError if both are given and differ."""
     if _BF16 not in arguments:
         return arguments
     if (dtype := _given(arguments, "--dtype")) not in (None, "bf16"):
@@ -176,9 +181,9 @@ def _spelled_out(arguments: list[str]) -> list[str]:
 
 
 def _one_spelling(table: dict[str, Any], source: str, fields: Iterable[dataclasses.Field[Any]]) -> dict[str, Any]:
-    """Options of a file by the names of their fields: `learning_rate` is `lr`, and `bf16 = true` is `dtype = "bf16"`.
+    """Returns a file's options by field name: `learning_rate` becomes `lr`, `bf16 = true` becomes `dtype = "bf16"`.
 
-    Raises OptionError where an option stands there in two spellings.
+    Raises OptionError if an option is given in two spellings.
     """
     names = {flag.lstrip("-").replace("-", "_"): field.name for field in fields for flag in flags_of(field.name, field.type)}
     found: dict[str, Any] = {}
@@ -198,7 +203,7 @@ def _one_spelling(table: dict[str, Any], source: str, fields: Iterable[dataclass
 
 
 def kept_options(job: Any) -> dict[str, Any]:
-    """What `--resume` needs to know of a job's options, as JSON."""
+    """Returns a job's options that `--resume` needs, as JSON."""
     return {
         field.name: str(value) if isinstance(value, Path) else value
         for field in dataclasses.fields(job)
@@ -213,9 +218,9 @@ def _given(arguments: list[str], flag: str) -> str | None:
 
 
 def _kept(path: Path) -> dict[str, Any]:
-    """The job of the run in `path`: as its checkpoint says, or its job.json where there is none yet.
+    """Reads the job of the run in `path` from its checkpoint, or from job.json if there is none yet.
 
-    Raises CorruptFile where that is damaged: a digit that is another would train another job.
+    Raises CorruptFile if that is damaged: a changed digit would train another job.
     """
     refuse_unusable("--resume", path)
     if not path.exists():

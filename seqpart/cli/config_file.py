@@ -12,7 +12,7 @@ _YAML = (".yaml", ".yml")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The table in it. Raises OptionError where it cannot be read, or is not what its name says."""
+    """Returns the file's table. Raises OptionError if it cannot be read, or does not match its suffix."""
     refuse_unusable("--config", path)
     kind, parse = ("YAML", _from_yaml) if path.suffix.lower() in _YAML else ("TOML", tomllib.loads)
     try:
@@ -28,7 +28,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _from_yaml(text: str) -> dict[str, Any]:
-    """Plain values alone: no tags that make objects, no key twice, no aliases, by which a short file means a long one."""
+    """Parses plain values only: no tags that build objects, no duplicate keys, no aliases, which can expand enormously."""
     import yaml
 
     class Plain(yaml.SafeLoader):  # type: ignore[misc]

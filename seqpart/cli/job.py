@@ -1,4 +1,4 @@
-"""A job: everything that the command line says, and the trainer, data and model that it means."""
+"""A job of the command line, and the trainer, data and model for it."""
 
 import dataclasses
 from contextlib import ExitStack
@@ -26,63 +26,62 @@ from seqpart.zoo import datasets, images, libraries, models
 from seqpart.zoo.libraries import called
 
 DIGITS = "the default: scikit-learn's 8 x 8 digits as rows of 64 numbers"
-"""What whoever gave no --data has not heard of."""
+"""Explains the data in errors, for users who did not give --data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained, and on what."""
+    """The model and its data."""
 
     heading: ClassVar[str] = Data.heading
     model: str = "mlp"
     """mlp, gpt (for tokens), lenet or psnet (for images), torchvision:NAME, timm:NAME, hf:DIR (a directory with config.json and
     perhaps safetensors), or package.module:function that returns any nn.Module, a list of blocks or one of factories."""
     data: str = "digits"
-    """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE, folder:DIR (train/CLASS with val/CLASS or test/CLASS, or
-    CLASS), imagefolder:DIR (the same, read anew in every epoch: see --augment), text:FILE (its characters, to predict the
-    next one), hf-text:FILE (its tokens, by --tokenizer), or package.module:function that returns a training and a test set, or
-    two data loaders; what stands for the second may be empty."""
+    """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE (x_train, y_train, x_test, y_test), folder:DIR (train/CLASS with
+    val/CLASS or test/CLASS, or CLASS), imagefolder:DIR (the same, read again in every epoch: see --augment), text:FILE
+    (predicts its characters), hf-text:FILE (predicts its tokens, see --tokenizer), or package.module:function that returns a
+    training and a test set, or two data loaders; the test set may be empty."""
     data_dir: Path | None = None
     """Directory of mnist, fashion-mnist or emnist."""
     download: bool = False
-    """Fetch mnist, fashion-mnist or emnist into --data-dir."""
+    """Download mnist, fashion-mnist or emnist into --data-dir."""
     image_size: int | None = None
-    """Make the images of folder:DIR or imagefolder:DIR so many pixels square."""
+    """Resize the images of folder:DIR or imagefolder:DIR to squares of this many pixels."""
     augment: images.Augmentation | None = None
-    """What happens to the training images of imagefolder:DIR whenever they are read: imagenet (a random part, resized to
-    --image-size or 224, and a flip), cifar (shifted by up to 4 pixels of 32, and a flip) or none. Default: imagenet."""
+    """Augmentation of the training images of imagefolder:DIR: imagenet (a random crop, resized to --image-size or 224, and a
+    flip), cifar (a shift by up to 4 of 32 pixels, and a flip) or none. Default: imagenet."""
     context: int | None = None
-    """Characters in a row of text:FILE, or tokens in one of hf-text:FILE. Default: 128."""
+    """Characters per row of text:FILE, or tokens per row of hf-text:FILE. Default: 128."""
     tokenizer: Path | None = None
-    """The directory of the tokenizer for hf-text:FILE, with tokenizer.json. Default: that of --model hf:DIR."""
+    """Directory of the tokenizer for hf-text:FILE, with tokenizer.json. Default: that of --model hf:DIR."""
     weights_dtype: Precision | None = None
-    """Type of the parameters of --model hf:DIR, in which they are trained and kept: fp32 or bf16. Default: as config.json says
-    where there are weights."""
+    """Type of the parameters of --model hf:DIR, in training and in the results: fp32 or bf16. Default: the type in config.json,
+    if there are weights."""
     width: int | None = None
-    """Width of --model mlp or gpt. Default: 2048 and 256."""
+    """Width of --model mlp or gpt. Default: 2048 for mlp, 256 for gpt."""
     depth: int | None = None
-    """Residual blocks of --model mlp. Default: as many as make the full training state twice the limit.
-    Transformer blocks of --model gpt. Default: 4."""
+    """Blocks of --model mlp or gpt. Default: for mlp as many as make the full training state twice the limit, for gpt 4."""
     heads: int | None = None
     """Attention heads of --model gpt. Default: 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where more options stand."""
+    """Files with further options."""
 
     heading: ClassVar[str] = Files.heading
     config: Path | None = None
     """A TOML file, or a YAML file (.yaml, .yml), with these options as keys; options on the command line win."""
     resume: Path | None = None
-    """Go on with the run in this directory (or from one of its checkpoint files), to the bits it would have reached.
-    Its options are taken over. Limits, places and --save-every may be others; so may the learning rate, its schedule, clipping,
-    weight decay and epochs, which hold from there on."""
+    """Resume the run in this directory (or from one of its checkpoint files), with the bits of an uninterrupted run. Its
+    options are taken over. Limits, directories and --save-every may differ; so may the learning rate, its schedule, clipping,
+    weight decay and epochs, which hold from then on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What the command shows, and whether that is all."""
+    """Output of the command."""
 
     heading: ClassVar[str] = Output.heading
     dry_run: bool = False
@@ -92,7 +91,7 @@ class Shown:
     print_schedule: bool = False
     """Print the first steps of the schedule."""
     quiet: bool = False
-    """Print nothing but errors."""
+    """Print only errors."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -114,14 +113,13 @@ class Job(Shown, Sources, Settings, Model):
     lr_schedule: LrSchedule = "constant"
     """constant, linear or cosine (down to zero at the last update)."""
     plan: Path | None = None
-    """Use the cut and the micro-batch of a plan that --plan-out saved."""
+    """Use the partitions and the micro-batch size of a plan that --plan-out saved."""
 
 
 def opened(job: Job, reporter: Reporter, stack: ExitStack, *, alone: bool = False) -> tuple[Job, Trainer, Split, Split]:
-    """The job with what it left open decided, its trainer with the model, training and test data.
+    """Returns the job with its model's depth decided, its trainer with the model, and training and test data.
 
-    stack: the data are read as in a run, which goes on until it ends. alone: this process does nothing else, and the limit
-    counts from its start.
+    stack: closes the data's readers. alone: this process does nothing else, so the limit counts from its start.
 
     Raises OptionError, ModelError or DataError for what cannot be honoured.
     """
@@ -141,7 +139,7 @@ def opened(job: Job, reporter: Reporter, stack: ExitStack, *, alone: bool = Fals
 
 
 def saved_plan(job: Job) -> Plan | None:
-    """The one of --plan, if that is given. Raises OptionError."""
+    """Returns the plan of --plan, if that was given. Raises OptionError."""
     path = job.plan
     if path is None:
         return None
@@ -157,7 +155,7 @@ def saved_plan(job: Job) -> Plan | None:
 
 
 def data_of(job: Job) -> tuple[Split, Split]:
-    """Training and test data. Raises OptionError or DataError for what cannot be honoured."""
+    """Returns training and test data. Raises OptionError or DataError for what cannot be honoured."""
     library, _, folder = job.model.partition(":")
     tokenizer = job.tokenizer or (Path(folder) if library == "hf" and job.data.startswith("hf-text:") else None)
     if job.tokenizer is not None and not job.data.startswith("hf-text:"):
@@ -171,7 +169,7 @@ def data_of(job: Job) -> tuple[Split, Split]:
 
 
 def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:
-    """The model, whole, and its depth where that is ours to choose: for `limit` bytes. Raises OptionError or ModelError."""
+    """Returns the model, and its depth if that follows from `limit` bytes. Raises OptionError or ModelError."""
     classes = _outputs(job, train, test)
     if job.model.partition(":")[0] in libraries.LIBRARIES:
         return _library_model(dataclasses.replace(job, weights=None), train, test, whole=True).model, None
@@ -212,7 +210,7 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
 
 
 def _outputs(job: Job, train: Split, test: Split) -> int:
-    """That the network's end needs: one for each class, or for each number of a label."""
+    """Returns the number of outputs that the network needs: one per class, or per number of a label."""
     classes = 0 if job.loss == "bce" else count_classes(train, test)
     return classes or prod(train.labels.shape[1:])
 
@@ -233,7 +231,7 @@ def _library_model(job: Job, train: Split, test: Split, *, whole: bool = False) 
 
 
 def _refuse_other_rows(job: Job, train: Split) -> None:
-    """For models of libraries, which would say where they fail and not why."""
+    """Raises OptionError for rows of another kind than a library's model takes, before its own error, which names no cause."""
     of_images = not job.model.startswith("hf:")
     if (of_images and not train.form and (train.tokens or len(train.shape) < 3)) or (not of_images and job.data == "digits"):
         takes = "images (channels, height, width)" if of_images else "tokens, or images, as its config.json says"
@@ -245,13 +243,13 @@ def _refuse_other_rows(job: Job, train: Split) -> None:
 
 
 def _found(job: Job, train: Split) -> str:
-    """The rows, and where they are from."""
+    """Describes the rows and their source."""
     default = f" ({DIGITS})" if job.data == "digits" else ""
     return f"rows of {'tokens' if train.tokens else 'quantities'} of shape {train.shape}, of --data {job.data}{default}"
 
 
 def _refuse_misplaced(job: Job) -> None:
-    """Options of other models."""
+    """Raises OptionError for options of other models."""
     if job.heads is not None and job.model != "gpt":
         raise OptionError(f"--heads goes with --model gpt; found --model {job.model}.")
     if job.model not in ("mlp", "gpt") and (job.width is not None or job.depth is not None):

@@ -1,4 +1,4 @@
-"""The smallest limit of the command's own model, whose depth follows the limit: one with which the same command really runs."""
+"""Finds the smallest limit for the command's own model, whose depth grows with the limit: one with which the command runs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +22,8 @@ _STEPS = 4
 
 @contextmanager
 def smallest_limit_named(job: Job, trainer: Trainer, train: Split, test: Split, reuse: Plan | None) -> Iterator[None]:
-    """Inside, `job` is planned, and may be carried out. A refusal names a limit at which its model, made anew for that limit,
-    has a plan; or says that there is none, and what to give instead.
+    """Inside, a refusal of `job` names a limit at which its model, rebuilt for that limit, has a plan; or says that there is
+    none, and what to give instead.
 
     job: as it was asked for. trainer: of its model at the limit that was asked for.
     """
@@ -40,14 +40,14 @@ def smallest_limit_named(job: Job, trainer: Trainer, train: Split, test: Split, 
 
 
 def _never_ends(lacks: Sequence[int], limit: int) -> bool:
-    """Whether larger limits lack more and more, in bytes. Depths are whole numbers, so a short step tells little."""
+    """True if larger limits lack ever more bytes. Depths are whole numbers, so a small step says little."""
     if len(lacks) > 1 and lacks[-2] > limit // 4 and lacks[-1] >= 1.5 * lacks[-2]:
         return True
     return len(lacks) > _STEPS and lacks[-1] >= lacks[-1 - _STEPS]
 
 
 class _Search:
-    """From the limit that was refused upwards: each refusal names one for its own depth, under which no deeper model fits."""
+    """Searches upwards from the refused limit: each refusal names a limit for its own depth, in which no deeper model fits."""
 
     def __init__(self, job: Job, trainer: Trainer, train: Split, test: Split, reuse: Plan | None) -> None:
         self._job, self._trainer, self._rows, self._reuse = job, trainer, (train, test), reuse

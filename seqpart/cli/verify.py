@@ -1,4 +1,4 @@
-"""`seqpart verify`: what its options say, and what it refuses."""
+"""`seqpart verify`: its options, and what it refuses."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,16 +24,16 @@ class VerifyJob(Job):
     """
 
     method: Method = "streamed"
-    """What is to be verified: streamed, checkpointed, or auto (whichever training would take)."""
+    """Method to verify: streamed, checkpointed, or auto (the one that training would take)."""
     steps: int = 3
-    """Updates to compare, from the first one on."""
+    """Number of updates to compare, from the first one on."""
     reference: str = "full"
-    """What it is to be equal to: full, or checkpointed or streamed, which need less memory."""
+    """Method to compare with: full, or checkpointed or streamed, which need less memory."""
     sweep: int = 0
-    """Compare so many other plans, too: drawn by --seed from all cuts, slots, partitions that stay, graphs that are kept or
-    offloaded, places of boundaries, with the heap kept or not."""
+    """Number of other plans to compare too, drawn with --seed from all cuts, slots, partitions that stay, graphs that are kept
+    or offloaded, places of boundaries, with the heap kept or not."""
     plan: Path | None = None
-    """Verify this very plan, which --plan-out saved, by the method that it names."""
+    """Verify this plan, which --plan-out saved, with the method that it names."""
 
 
 _NOT_OURS = (

@@ -131,8 +131,8 @@ def source_of(data: Any, name: str, padding: Padding | None = None) -> Source:
     elif is_loader(data):
         if iter(data) is data:
             raise DataError(
-                f"{name} data: a {type(data).__name__} can be read once, and every epoch reads its rows anew. Give an object "
-                "whose __iter__ begins anew each time: an IterableDataset."
+                f"{name} data: a {type(data).__name__} can be read once, but every epoch reads its rows again. Give an object "
+                "whose __iter__ starts from the beginning each time: an IterableDataset."
             )
         source = Source(items=data, name=name, count=_known(data), rows=_known(data), streams=True)
     elif isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[1], "shape"):
@@ -201,7 +201,7 @@ def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
     if batch is None or own is not None:
         kind = "batch_size=None" if own is None else type(own).__name__
         raise DataError(
-            f"{said} makes batches of sizes of its own ({kind}), where every update has the same number of rows. Give "
+            f"{said} makes batches of several sizes ({kind}), where every update has the same number of rows. Give "
             "batch_size, and a sampler for the order."
         )
     streams = isinstance(items, IterableDataset)
@@ -240,9 +240,9 @@ def _refuse_unrepeatable(source: Source) -> None:
         first, second = (source.order(draws, shuffle=True) for _ in range(2))
     if not np.array_equal(first, second):
         raise DataError(
-            f"{source.name} data: the sampler's order of an epoch is another when it is asked again, from the same seeds, so a "
-            "run could not go on where it was killed. Let it draw from torch's, numpy's or Python's own generators, from its "
-            "`generator`, or by `set_epoch`."
+            f"{source.name} data: the sampler gives another order for the same epoch and seeds when it is iterated again, so a "
+            "killed run could not resume. Let it draw from torch's, numpy's or Python's own generators, from its `generator`, "
+            "or by `set_epoch`."
         )
 
 

@@ -109,8 +109,8 @@ class Padding:
         missing = {*self.values, *(self.length if isinstance(self.length, Mapping) else ())} - seen
         if seen and missing:
             raise DataError(
-                f"{said}: padding speaks of {', '.join(sorted(map(_named, missing)))}, and there is only "
-                f"{', '.join(sorted(map(_named, seen)))}. Give names that are there."
+                f"{said}: expected padding only for {', '.join(sorted(map(_named, seen)))}; found padding for "
+                f"{', '.join(sorted(map(_named, missing)))}. Give names that the data has."
             )
         return padded
 
@@ -122,8 +122,8 @@ class Padding:
             return part
         if size < shape[dim]:
             raise DataError(
-                f"{said}: {_named(key)} has a row of {shape[dim]} places, and padding makes {size} of it. Give padding a "
-                f"length of {shape[dim]} or more, or let the data set cut its rows: none is cut here."
+                f"{said}: expected rows of {_named(key)} of at most {size} places, the length of padding; found one of "
+                f"{shape[dim]}. Give padding a length of {shape[dim]} or more, or let the data set cut its rows."
             )
         tensor = _tensor(part)
         if (value := self.value_of(key, tensor.dtype)) is None:

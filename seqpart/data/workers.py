@@ -48,7 +48,7 @@ RESERVED = 24 << 20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a process needs to read the rows of one split."""
+    """The source of one split's rows, and the function that reads them."""
 
     source: Source
     taker: RowTaker

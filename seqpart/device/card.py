@@ -81,7 +81,7 @@ def load(name_or_path: str) -> Hardware:
         text = _text_of(Path(name_or_path))
     else:
         raise OptionError(
-            f"--device: expected behind sim: one of {', '.join(known)}, or the path of a {_SUFFIX} file of that form; "
+            f"--device: expected after sim: one of {', '.join(known)}, or the path of a {_SUFFIX} file of that form; "
             f"found {short(name_or_path)}."
         )
     return _hardware(_parsed(text, name_or_path), f"--device: {name_or_path}")

@@ -29,7 +29,7 @@ def open_device(name: str) -> Device:
     if kind == "sim" and (rest or not colon):
         card, _, seed = rest.partition("@")
         if seed and not seed.isdecimal():
-            raise OptionError(f"--device {name}: expected a whole number behind @, the seed of the simulation; found {seed!r}.")
+            raise OptionError(f"--device {name}: expected a whole number after @, the seed of the simulation; found {seed!r}.")
         from seqpart.device.simulated import SimulatedDevice  # with PyTorch's counter of operations, which loads Triton
 
         return SimulatedDevice(load(card or _DEFAULT_CARD), int(seed or 0))

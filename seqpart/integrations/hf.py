@@ -1,7 +1,7 @@
 """transformers' Trainer, under a memory limit: `from seqpart.integrations.hf import Trainer` in place of transformers'.
 
-Arguments that have a meaning here do what they do there; others are refused by name (docs/huggingface.md). An update is that
-of per_device_train_batch_size * gradient_accumulation_steps rows, whatever fits at once.
+Supported arguments work as in transformers; others are refused by name (docs/huggingface.md). An update has
+per_device_train_batch_size * gradient_accumulation_steps rows, however many fit at once.
 """
 
 import inspect
@@ -40,7 +40,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trains a model of transformers, which computes its loss from `labels`, under `mem_limit`.
+    """Trains a transformers model, which computes its loss from `labels`, under `mem_limit`.
 
     model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_metrics, callbacks,
         optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as in transformers.
@@ -84,11 +84,11 @@ class Trainer:
         self._ours: seqpart.trainer.Trainer | None = None
         self._empty = False
         self.result: Result | None = None
-        """What the last training left, with the proof of the limit."""
+        """The result of the last training, with the proof of the limit."""
         self._trainer()  # what is wrong with settings is told here
 
     def __init_subclass__(cls) -> None:
-        """Raises OptionError for a method of transformers' Trainer that nobody calls here."""
+        """Raises OptionError for overridden methods of transformers' Trainer that would not be called."""
         from transformers import Trainer as Theirs
 
         unheard = sorted(
@@ -116,7 +116,7 @@ class Trainer:
     # --- what it does -------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train. resume_from_checkpoint: the output_dir of a run that ended early, or True for the own one.
+        """Trains. resume_from_checkpoint: the output_dir of a run that ended early, or True for this one's.
 
         Raises what `seqpart.Trainer.fit` raises.
         """
@@ -143,7 +143,7 @@ class Trainer:
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: None = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
-        """The loss, and what compute_metrics finds, each with the prefix; of a dict of data sets with their names in it too."""
+        """Returns the loss and the metrics, each with the prefix; for a dict of data sets also with their names."""
         data = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(data, dict):
             parts = (self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}") for name, one in data.items())
@@ -156,7 +156,7 @@ class Trainer:
         return metrics
 
     def predict(self, test_dataset: Any, ignore_keys: None = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Predictions and labels, which lie in files, and metrics; of rows without labels the predictions alone."""
+        """Returns predictions and labels, mapped from files, and metrics; for rows without labels only predictions."""
         hf_data.refuse_unknown(test_dataset, "test_dataset")
         batches = self._batches("test_dataset", self.args.per_device_eval_batch_size)
         if labelled := batches.labelled(test_dataset):
@@ -173,7 +173,7 @@ class Trainer:
         return PredictionOutput(predictions, labels if labelled else None, metrics)
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """The model as it is now, as `from_pretrained` reads it, and the tokenizer."""
+        """Saves the current model for `from_pretrained`, and the tokenizer."""
         place = Path(output_dir or self._output_dir)
         self._refuse_empty("save_model")
         if any(parameter.is_meta for parameter in self.model.parameters()):
@@ -203,7 +203,7 @@ class Trainer:
 
     @contextmanager
     def _empty_model(self, what: str) -> Iterator[None]:
-        """While something lasts that takes the model's weights away. Raises OptionError where something else does already."""
+        """Inside, the model is empty. Raises OptionError if its weights are in use already."""
         self._refuse_empty(what)
         self._empty = True
         try:
@@ -213,7 +213,7 @@ class Trainer:
 
     def _refuse_empty(self, what: str) -> None:
         if self._empty:
-            raise OptionError(f"{what}: the model is empty while it trains or is judged, so no callback can do that.")
+            raise OptionError(f"{what}: the model is empty during training and evaluation, so no callback can do that.")
 
     @property
     def _output_dir(self) -> Path:
@@ -222,7 +222,7 @@ class Trainer:
 
     @property
     def _tests(self) -> bool:
-        """Whether there are evaluations while it trains."""
+        """True if there are evaluations during training."""
         return text(self.args.eval_strategy) != "no"
 
     def _lengths(self) -> Lengths:
@@ -263,7 +263,7 @@ class Trainer:
         return hf_data.Batches(collator=self.data_collator, name=name, size=size, columns=columns, padding=padding)
 
     def _loaders(self, lengths: Lengths) -> tuple[Any, Any]:
-        """Of the training rows and, where there are evaluations, of their rows: all padded to one length."""
+        """Returns the loaders of the training rows and, if there are evaluations, of their rows: all padded to one length."""
         train = self._batches("train_dataset", self.args.per_device_train_batch_size)
         tests = self._batches("eval_dataset", self.args.per_device_eval_batch_size)
         several = [(train, self.train_dataset)]
@@ -281,9 +281,9 @@ class Trainer:
     def _judged(
         self, data: Any, batches: hf_data.Batches, ignore_keys: object, prefix: str, judge: Predictions | None
     ) -> dict[str, Any]:
-        """The metrics of an evaluation."""
+        """Returns the metrics of an evaluation."""
         if ignore_keys is not None:
-            raise OptionError("ignore_keys: the scores of a model (its logits) are judged, and nothing else. Leave it out.")
+            raise OptionError("ignore_keys: only the model's logits are evaluated. Leave it out.")
         began = time.time()
         (batches,) = hf_data.padded_alike([(batches, data)])
         with self._empty_model("evaluate"):
@@ -295,7 +295,7 @@ class Trainer:
         return metrics
 
     def _judge(self, wanted: str | None = None) -> AbstractContextManager[Predictions | None]:
-        """What compute_metrics sees, if there is one."""
+        """Returns the collector of predictions for compute_metrics, if there is one."""
         if self.compute_metrics is None or self.args.prediction_loss_only:
             return nullcontext()
         return closing(self._predictions(wanted))
@@ -304,7 +304,7 @@ class Trainer:
         return Predictions(self.compute_metrics, self.preprocess_logits_for_metrics, self._folder(), wanted)
 
     def _folder(self) -> Path:
-        """An existing one, on the disk of the run."""
+        """Returns an existing directory on the run's disk."""
         place = self._output_dir.absolute()
         return next(folder for folder in (place, *place.parents) if folder.is_dir())
 
@@ -320,7 +320,7 @@ def _refuse(
     args: TrainingArguments, model: Any, model_init: Any, loss: Any, optimizers: Given, own: OwnOptimizer | None,
     eval_dataset: Any, judges: Any,
 ) -> None:  # fmt: skip
-    """What was given, and cannot be honoured, or does not go together. Raises OptionError."""
+    """Raises OptionError for arguments that cannot be honoured, or contradict each other."""
     if (model is None) is (model_init is None):
         raise OptionError("model: give a model, or model_init: a function that returns one.")
     if loss is not None:

@@ -1,4 +1,4 @@
-"""transformers' TrainingArguments as settings of ours."""
+"""Translates transformers' TrainingArguments to seqpart's settings."""
 
 import math
 from collections.abc import Mapping
@@ -43,16 +43,16 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     **_each(
         "hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision", "nothing is pushed to the hub"
     ),
-    **_each("do_train do_eval do_predict resume_from_checkpoint", "scripts read them, and transformers' Trainer does not"),
+    **_each("do_train do_eval do_predict resume_from_checkpoint", "only scripts read them"),
     **_each(
         "save_total_limit save_only_model enable_jit_checkpoint",
         "checkpoints are seqpart's: two are kept, whole, and a signal leaves one",
     ),
     "length_column_name": "rows are not grouped by length",
-    "log_level": "seqpart speaks through logging.getLogger('seqpart')",
+    "log_level": "messages go to logging.getLogger('seqpart')",
     "logging_nan_inf_filter": "a loss that is not finite ends the run",
 }
-"""And why."""
+"""Fields without effect, and why."""
 CURES: Mapping[str, str] = {
     "fp16": "bf16=True is there",
     "skip_memory_metrics": "trainer.result.proof says what memory was taken",
@@ -62,7 +62,7 @@ CURES: Mapping[str, str] = {
     "run_name": "trackers call a run by its directory",
     "push_to_hub": "push what save_model wrote",
 }
-"""Of fields that are refused: what to do instead."""
+"""What to do instead, by refused field."""
 
 
 _SAMPLING, _REPORTS = ("random", "sequential"), ("tensorboard", "wandb")
@@ -70,7 +70,7 @@ _SAMPLING, _REPORTS = ("random", "sequential"), ("tensorboard", "wandb")
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of a training set: its rows in an epoch, those of an update, and how many updates there are."""
+    """Length of a training: rows of an epoch and of an update, and the number of updates."""
 
     rows: int
     batch: int
@@ -79,7 +79,7 @@ class Lengths:
 
 
 def lengths_of(arguments: Any, count: int) -> Lengths:
-    """count: items of the training set; with dataloader_drop_last those behind the last whole batch do not count."""
+    """Returns the lengths for `count` items; with dataloader_drop_last an incomplete last batch is left out."""
     size = arguments.per_device_train_batch_size
     rows = count - count % size if arguments.dataloader_drop_last else count
     batch = size * arguments.gradient_accumulation_steps
@@ -124,7 +124,7 @@ def _set_fields(arguments: Any) -> list[str]:
 
 
 def text(choice: Any) -> str:
-    """Of a member of an enumeration of transformers, or what is text already."""
+    """Returns the text of a transformers enumeration's member, or of a string."""
     return str(getattr(choice, "value", choice))
 
 
@@ -138,7 +138,7 @@ def _one_of(name: str, choice: Any, known: tuple[str, ...] | None, but: tuple[st
 
 
 def options_of(arguments: Any, lengths: Lengths, *, tests: bool) -> dict[str, Any]:
-    """Options of `seqpart.Trainer`, but for the optimizer and its schedule. tests: whether there are rows to test on."""
+    """Returns options of `seqpart.Trainer`, without optimizer and schedule. tests: true if there are rows to evaluate on."""
     options: dict[str, Any] = {
         "output_dir": Path(arguments.output_dir) / RUN, "overwrite": True, "batch_size": lengths.batch,
         "clip_grad_norm": arguments.max_grad_norm or None, "seed": arguments.seed,
@@ -160,7 +160,7 @@ RUN = "seqpart"
 
 
 def _steps(count: float, updates: int) -> int:
-    """A number of updates, given as such or as a share of all."""
+    """Returns a number of updates that is given as such or as a fraction of all."""
     return math.ceil(count * updates) if count < 1 else int(count)
 
 
@@ -182,6 +182,6 @@ def _evaluations(arguments: Any, updates: int) -> dict[str, Any]:
 
 
 def wanted_of(arguments: Any) -> str | None:
-    """The metric by which the best weights are chosen; None: the loss."""
+    """Returns the metric that selects the best weights; None: the loss."""
     name = str(arguments.metric_for_best_model or "loss").removeprefix("eval_")
     return name if arguments.load_best_model_at_end and name != "loss" else None

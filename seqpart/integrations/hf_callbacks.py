@@ -1,4 +1,4 @@
-"""What our run tells, as transformers' callbacks and TrainerState have it."""
+"""Passes a run's events to transformers' callbacks and TrainerState."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,7 +23,7 @@ _WISHES = ("should_epoch_stop", "should_save", "should_evaluate")
 
 
 class _Flow(DefaultFlowCallback):
-    """Says when to log; evaluations, checkpoints and the end are settings of the run."""
+    """Decides when to log; evaluations, checkpoints and the end are settings of the run."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         by_steps = args.logging_strategy == "steps" and state.global_step % state.logging_steps == 0
@@ -36,8 +36,8 @@ class _Flow(DefaultFlowCallback):
 
 
 class Relay:
-    """A callback of our Trainer that calls those of transformers. `control.should_training_stop` ends the training, and
-    `should_log` logs; other wishes are refused.
+    """A seqpart callback that calls those of transformers. Obeys `control.should_training_stop` and `should_log`; other
+    controls are refused.
 
     Raises OptionError for a callback with methods that nobody calls here.
     """
@@ -83,7 +83,7 @@ class Relay:
 
     @property
     def loss(self) -> float:
-        """Mean over the updates of this training."""
+        """Mean loss over the updates of this training."""
         return self._total / self._steps if self._steps else float("nan")
 
     def on_step(self, event: StepEvent) -> None:
@@ -125,7 +125,7 @@ class Relay:
             self._log_losses()
 
     def _note_best(self, found: Mapping[str, Any]) -> None:
-        """Behind on_evaluate: EarlyStoppingCallback compares with the best of the evaluations before."""
+        """Updates the best metric after on_evaluate, where EarlyStoppingCallback compares with earlier evaluations."""
         if self._arguments.metric_for_best_model is None:
             return
         name = f"eval_{self._arguments.metric_for_best_model.removeprefix('eval_')}"
@@ -170,6 +170,6 @@ class Relay:
         wishes = [name for name in _WISHES if getattr(self.control, name)]
         if wishes:
             raise OptionError(
-                f"callbacks: control.{wishes[0]} was set in {event}, which is not taken here; should_training_stop and "
-                "should_log are. Say it in TrainingArguments."
+                f"callbacks: control.{wishes[0]} was set in {event}, which is not supported; should_training_stop and "
+                "should_log are. Set it in TrainingArguments."
             )

@@ -1,4 +1,4 @@
-"""transformers' data sets and collators as loaders of ours, whose batches have one shape."""
+"""Turns transformers' data sets and collators into loaders whose batches have one shape."""
 
 import inspect
 import tempfile
@@ -18,45 +18,45 @@ from seqpart.data.padding import LABELS, TOKENS, ZEROS, Key, Padding, Sizes, siz
 from seqpart.errors import DataError, OptionError
 
 COLUMNS = ("labels", "label", "label_ids")
-"""Of labels."""
+"""Names of label columns."""
 _PADDED = {*TOKENS, *ZEROS, LABELS}
-"""Names of what every model takes padded."""
+"""Names of tensors that are padded for every model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """A collate_fn for an update: the user's collator makes its batches, which are padded to one length and put together."""
+    """A collate_fn for an update: joins the batches of the user's collator, padded to one length."""
 
     collator: Callable[[list[Any]], Mapping[str, Any]]
     name: str
-    """Of the data set, for errors."""
+    """Name of the data set, for errors."""
     size: int
-    """Items of a batch of the collator."""
+    """Items per batch of the collator."""
     columns: frozenset[str] | None
-    """What is left of an item; None: all of it."""
+    """Columns that are kept; None: all."""
     padding: Padding
-    """What is padded, to which length and with what."""
+    """Lengths and values for padding."""
     like: Mapping[str, torch.Tensor] | None = None
-    """A batch with labels of the kind that stand in for those that there are not; None: all have some."""
+    """A batch whose labels serve as a model for missing ones; None: none are missing."""
 
     def __call__(self, items: list[Any]) -> dict[str, torch.Tensor]:
-        """Tensors (rows, ...) by name, with `labels`. Raises DataError."""
+        """Returns tensors (rows, ...) by name, with `labels`. Raises DataError."""
         batches = [self._padded(self.batch(items[at : at + self.size])) for at in range(0, len(items), self.size)]
         return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
     def batch(self, items: list[Any]) -> dict[str, torch.Tensor]:
-        """Of the collator, as it is. Raises DataError."""
+        """Returns the collator's batch, unpadded. Raises DataError."""
         found = self._collated(items)
         if "labels" not in found and self.like is not None:
             found = {**found, "labels": _stand_in(found, self.like)}
         if "labels" not in found:
             raise DataError(
-                f"{self.name}: a batch has no labels behind the collator, only {', '.join(map(str, found)) or 'nothing'}. A "
+                f"{self.name}: the collator returned a batch without labels, only {', '.join(map(str, found)) or 'nothing'}. A "
                 "causal language model needs DataCollatorForLanguageModeling(tokenizer, mlm=False), or labels in the data set."
             )
         for name, value in found.items():
             if not isinstance(value, torch.Tensor):
-                raise DataError(f"{self.name}: {name} is a {type(value).__name__} behind the collator; expected tensors.")
+                raise DataError(f"{self.name}: {name} is a {type(value).__name__} in the collator's batch; expected tensors.")
         return dict(found)
 
     def _collated(self, items: list[Any]) -> Mapping[str, Any]:
@@ -73,14 +73,14 @@ class Batches:
         return found
 
     def labelled(self, data: Any) -> bool:
-        """Whether the first row has labels behind the collator."""
+        """True if the collator returns labels for the first row."""
         with generators_kept():
             return "labels" in self._collated([data[0]])
 
     def with_labels_like(self, data: Any) -> "Batches":
-        """The same for rows without labels, where labels of the kind that `data` has are wanted. Raises DataError."""
+        """Returns a copy that adds labels like those of `data` to rows without. Raises DataError."""
         if data is None:
-            raise DataError(f"{self.name} has no labels, and there is no train_dataset that tells of what kind they would be.")
+            raise DataError(f"{self.name} has no labels, and there is no train_dataset that shows their kind.")
         with generators_kept():
             return replace(self, like=self.batch([data[0]]))
 
@@ -92,7 +92,7 @@ class Batches:
         return found
 
     def refuse_unpadded(self, short: Iterable[Key], *, has_mask: bool) -> None:
-        """short: inputs of which some batches are shorter than others. Raises DataError where they cannot be padded."""
+        """Raises DataError if an input of `short`, whose batches differ in length, cannot be padded."""
         self.padding.refuse_unknown(short, self.name)
         if "input_ids" in short and not has_mask:
             raise DataError(
@@ -102,16 +102,16 @@ class Batches:
 
 
 def _stand_in(batch: Mapping[str, Any], like: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Labels of zeros for `batch`: one for each token where those of `like` are so."""
+    """Returns zero labels for `batch`: one per token if those of `like` are."""
     rows, labels, tokens = len(next(iter(batch.values()))), like["labels"], like.get("input_ids")
     by_token = tokens is not None and labels.shape == tokens.shape and "input_ids" in batch
     return labels.new_zeros(batch["input_ids"].shape if by_token else (rows, *labels.shape[1:]))
 
 
 def padded_alike(several: Sequence[tuple[Batches, Any]]) -> list[Batches]:
-    """(batches, data set) of each, with the sizes that all of them are padded to: the largest.
+    """Returns each (batches, data set) with the sizes that all are padded to: the largest.
 
-    It takes a pass over the data, unless a first batch shows that they are no sequences. Raises DataError.
+    Takes a pass over the data, unless the first batch shows that they are no sequences. Raises DataError.
     """
     if several[0][0].padding.length != "longest":
         return [batches for batches, _ in several]
@@ -121,7 +121,7 @@ def padded_alike(several: Sequence[tuple[Batches, Any]]) -> list[Batches]:
 
 
 def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
-    """Of each batch, in order: that of its longest row."""
+    """Yields the size of each batch's longest row, in order."""
     with generators_kept():
         for at in range(0, len(data), batches.size):
             batch = batches.batch([data[number] for number in range(at, min(at + batches.size, len(data)))])
@@ -131,14 +131,14 @@ def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
 
 
 class Order(Sampler[int]):
-    """The numbers of the rows as transformers' Trainer has them: in each epoch a permutation by its own seed."""
+    """Row order of transformers' Trainer: a permutation per epoch, with its own seed."""
 
     def __init__(self, count: int, rows: int, seed: int | None) -> None:
-        """rows: so many of `count`, the others are dropped. seed: None: in order."""
+        """rows: number of rows used of `count`. seed None: in order."""
         self._count, self._rows, self._seed, self._epoch = count, rows, seed, 1
 
     def set_epoch(self, epoch: int) -> None:
-        """They count from 1."""
+        """Sets the epoch, from 1."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class Order(Sampler[int]):
 
 
 def training_loader(data: Any, batches: Batches, arguments: Any, rows: int, batch: int) -> "DataLoader[Any]":
-    """rows: of an epoch; batch: of an update."""
+    """Returns the loader of the training rows. rows: per epoch; batch: per update."""
     seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
     order = Order(len(data), rows, seed if arguments.train_sampling_strategy == "random" else None)
     return DataLoader(
@@ -166,7 +166,7 @@ def evaluation_loader(data: Any, batches: Batches) -> "DataLoader[Any]":
 
 
 def refuse_unknown(data: Any, name: str) -> None:
-    """Raises DataError for what is no data set with numbers."""
+    """Raises DataError for anything but a data set with len() and [i]."""
     if data is None:
         raise DataError(f"{name} is missing.")
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
@@ -178,14 +178,14 @@ def refuse_unknown(data: Any, name: str) -> None:
 
 
 def columns_of(model: nn.Module) -> frozenset[str]:
-    """What the model's forward takes by name, and labels."""
+    """Returns the names of the forward's arguments, and of labels."""
     of_peft: Any = getattr(model, "get_base_model", None)
     base = of_peft() if of_peft is not None else model
     return frozenset(inspect.signature(base.forward).parameters) | set(COLUMNS)
 
 
 def collator_of(given: Any, processing_class: Any) -> Callable[[list[Any]], Mapping[str, Any]]:
-    """The user's, or the one that transformers' Trainer takes. Raises OptionError."""
+    """Returns the user's collator, or transformers' default. Raises OptionError."""
     from transformers import DataCollatorWithPadding, default_data_collator
 
     if given is None:
@@ -197,7 +197,7 @@ def collator_of(given: Any, processing_class: Any) -> Callable[[list[Any]], Mapp
 
 
 def padding_of(given: Padding | None, collator: Any, processing_class: Any, config: Any) -> Padding:
-    """What was given, and else what the tokenizer and the configuration say of token and side."""
+    """Returns the given padding, with token and side from the tokenizer or the configuration if they were not given."""
     token, side = tokenizer_says(getattr(collator, "tokenizer", None) or processing_class)
     if token is None:
         token = getattr(config, "pad_token_id", None)
@@ -205,11 +205,10 @@ def padding_of(given: Padding | None, collator: Any, processing_class: Any, conf
 
 
 class Predictions:
-    """Outputs and labels of a pass over the evaluation rows: an object with update, compute and reset, as `compute_metrics` of
-    our Trainer takes it.
+    """Collects outputs and labels of an evaluation in files: a metric object with update, compute and reset.
 
-    judge: transformers' compute_metrics, of an EvalPrediction; first: preprocess_logits_for_metrics; folder: of the files;
-    wanted: what judge has to find.
+    judge: transformers' compute_metrics, of an EvalPrediction; first: preprocess_logits_for_metrics; folder: for the files;
+    wanted: name of a metric that judge must return.
     """
 
     def __init__(
@@ -224,24 +223,24 @@ class Predictions:
         self._files = [_Rows(self._folder), _Rows(self._folder)]
 
     def close(self) -> None:
-        """Arrays that were mapped stay."""
+        """Closes the files; mapped arrays remain valid."""
         while self._files:
             self._files.pop().close()
 
     def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """outputs (rows, ...), labels (rows, ...) of one micro-batch."""
+        """Adds outputs (rows, ...) and labels (rows, ...) of one micro-batch."""
         if self._first is not None:
             outputs = self._first(outputs, labels)
         for file, tensor in zip(self._files, (outputs, labels), strict=True):
             file.add(tensor)
 
     def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """(predictions, labels), mapped from their files; what is written into them stays in memory."""
+        """Returns (predictions, labels), mapped from their files; writes to them stay in memory."""
         predictions, labels = (file.array() for file in self._files)
         return predictions, labels
 
     def compute(self) -> dict[str, Any]:
-        """Raises OptionError."""
+        """Returns the metrics. Raises OptionError."""
         if self._judge is None:
             return {}
         from transformers import EvalPrediction
@@ -257,7 +256,7 @@ class Predictions:
 
 
 class _Rows:
-    """Tensors of one shape but for their rows, one behind the other in an unnamed file."""
+    """Tensors that differ only in their number of rows, appended to an unnamed file."""
 
     def __init__(self, folder: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by close)

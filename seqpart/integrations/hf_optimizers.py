@@ -1,5 +1,5 @@
-"""transformers' optimizers and schedules, by the names in TrainingArguments or as they were given, as functions that make them
-anew: a partition's optimizer lives for a visit."""
+"""Turns transformers' optimizers and schedules, named in TrainingArguments or given, into functions that build them for each
+visit of a partition."""
 
 import copy
 import inspect
@@ -23,15 +23,15 @@ _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 """Names of parameters that do not decay, as in transformers' Trainer."""
 
 OwnOptimizer = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
-"""A class, and its keyword arguments."""
+"""An optimizer class, and its keyword arguments."""
 Given = tuple[torch.optim.Optimizer | None, LRScheduler | None]
-"""Of the whole model."""
+"""Optimizer and scheduler of the whole model."""
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 def of_arguments(arguments: Any, model: nn.Module, updates: int, own: OwnOptimizer | None) -> tuple[Build, Schedule]:
-    """own: an optimizer in the place of the one that `arguments` name. Raises OptionError."""
+    """Returns the optimizer function for `arguments`. own: used instead of the named one. Raises OptionError."""
     kind, keywords = own if own is not None else _named(arguments)
     decaying = _decaying(model)
 
@@ -49,7 +49,7 @@ def of_arguments(arguments: Any, model: nn.Module, updates: int, own: OwnOptimiz
 
 
 def schedule_of(arguments: Any, updates: int) -> Schedule:
-    """transformers' own scheduler, for so many updates."""
+    """Returns a function that builds transformers' scheduler for the given number of updates."""
     warmup = arguments.get_warmup_steps(updates)
 
     def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -77,7 +77,7 @@ def _named(arguments: Any) -> OwnOptimizer:
 
 
 def _decaying(model: nn.Module) -> list[tuple[nn.Module, str, bool]]:
-    """Of each parameter its module, its name there, and whether it decays."""
+    """Returns by parameter its module, its name there, and whether it decays."""
     from transformers.trainer_pt_utils import get_parameter_names
 
     names = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
@@ -93,9 +93,9 @@ def _decaying(model: nn.Module) -> list[tuple[nn.Module, str, bool]]:
 
 
 def as_given(given: Given, model: nn.Module, default: Schedule) -> tuple[Build, Schedule]:
-    """An optimizer and a scheduler that were made for the whole model, and have not stepped. default: without a scheduler.
+    """Returns functions that rebuild an optimizer and a scheduler of the whole model. default: if there is no scheduler.
 
-    Raises OptionError for others.
+    Raises OptionError if they have stepped, or cannot be rebuilt.
     """
     optimizer, scheduler = given
     if optimizer is None:
@@ -105,7 +105,7 @@ def as_given(given: Given, model: nn.Module, default: Schedule) -> tuple[Build, 
     if scheduler is not None and scheduler.optimizer is not optimizer:
         raise OptionError("optimizers: the scheduler belongs to another optimizer than the one beside it.")
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise OptionError("optimizers: the model's weights are in files yet. Give optimizer_cls_and_kwargs.")
+        raise OptionError("optimizers: the model's weights are still in files. Give optimizer_cls_and_kwargs.")
     if optimizer.state:
         raise OptionError("optimizers: the optimizer has stepped, and its state would be lost. Give a new one.")
     places = {id(one): place for place, group in enumerate(optimizer.param_groups) for one in group["params"]}
@@ -135,7 +135,7 @@ def _take_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]
 
 
 def _copied(scheduler: LRScheduler, options: list[dict[str, Any]]) -> Schedule:
-    """What makes a scheduler that stands where `scheduler` does, for another optimizer."""
+    """Returns a function that copies `scheduler`, in its state, for another optimizer."""
 
     def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
         LambdaLR(optimizer, lambda _: 1.0)  # lets the optimizer count its steps, which schedulers look at

@@ -1,4 +1,4 @@
-"""peft's get_peft_model, for a base that never exists whole: `from seqpart.integrations.peft import get_peft_model`."""
+"""peft's get_peft_model for a base on the meta device: `from seqpart.integrations.peft import get_peft_model`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ __all__ = ["get_peft_model"]
 
 
 def get_peft_model(model: nn.Module, peft_config: Any, *arguments: Any, **options: Any) -> Any:
-    """What peft's own returns. But beside parameters on the meta device, as seqpart.parameters_on_meta makes them, adapters are
-    in memory with their initial values: peft moves them to where their base is, and there they have none.
+    """Returns what peft's own function returns, but with adapters in memory, with their initial values, if the base is on the
+    meta device (`seqpart.parameters_on_meta`). peft would move them there, where they have no values.
 
-    arguments, options: of peft's own. Raises ModelError for an adapter whose initial values are made of the base's (DoRA).
+    arguments, options: those of peft's function. Raises ModelError for adapters that start from the base's values (DoRA).
     """
     try:
         with _WithValues():
@@ -32,7 +32,7 @@ def get_peft_model(model: nn.Module, peft_config: Any, *arguments: Any, **option
 
 
 class _WithValues(TorchFunctionMode):
-    """Inside, what has values keeps them: a move to the meta device changes the type alone."""
+    """Inside, a move to the meta device changes only the type of tensors that have values."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

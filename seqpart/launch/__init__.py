@@ -1,4 +1,4 @@
-"""What only a process that does nothing but runs may do before torch loads, as the command's own does.
+"""Prepares a process that only trains, before torch loads, as the command does.
 
 from seqpart.launch import prepare  # before torch
 prepare()

@@ -54,7 +54,7 @@ def prepare_command(*, plans: bool = True) -> None:
 
 
 def _without_distributed_tensors() -> None:
-    """Let fake tensors not load their package, 7 MB and 0.4 s.
+    """Keeps fake tensors from loading the package of distributed tensors, 7 MB and 0.4 s.
 
     With the first of these torch asks, once and for good, which class distributed tensors have. Here it is told one that none
     has: who makes some in this process later could not use them.
@@ -75,7 +75,7 @@ def _without_distributed_tensors() -> None:
 
 
 def _restart_without_cache() -> None:
-    """Start this program anew without glibc's cache of small pieces, which is read when a process begins.
+    """Restarts this program without glibc's cache of small pieces, a setting that is read when a process starts.
 
     Does nothing where it began so, where the user has set it, without glibc, within another program, or where help is asked
     for.
@@ -107,7 +107,7 @@ def _end(message: str, code: int) -> None:
 
 
 class _Notice:
-    """Among the finders of modules: notices that torch's libraries are loaded, and finds nothing."""
+    """A module finder that finds nothing, but notices when torch's libraries are loaded."""
 
     def find_spec(self, *_: object) -> None:
         if "torch._C" in sys.modules:

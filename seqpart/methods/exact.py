@@ -37,7 +37,7 @@ def exact_phases(work: Workload, *, streamed: bool) -> Phases:
 
 
 def trained(work: Workload, train: Phase, behind: tuple[Phase, ...]) -> Phases:
-    """Returns all updates of `train`, with `behind` at every evaluation and after the last update."""
+    """Returns all updates of `train`, with the phases of `behind` at every evaluation and after the last update."""
     first = work.partitions[0]
     return Phases([training(train, first.epochs, first.updates, behind, work.tests)])
 

@@ -107,9 +107,9 @@ class Workload:
     partitions: tuple[PartitionTraining, ...]
     clips: bool = False
     stays: frozenset[int] = frozenset()
-    """In a streamed pass: partitions that stay on the device anyway."""
+    """Partitions of a streamed pass that stay on the device."""
     keeps: frozenset[int] = frozenset()
-    """In a whole-network pass: partitions that keep their graphs."""
+    """Partitions of a whole-network pass that keep their graphs."""
     offloads: frozenset[int] = frozenset()
     """Those of `keeps` whose graphs are offloaded until backward."""
     one_value: bool = True
@@ -224,7 +224,7 @@ class Method(ABC):
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True
-    """True if it back-propagates through the whole network."""
+    """True if it back-propagates the true loss through the whole network."""
     alone: ClassVar[bool] = False
     """True if every partition has a loss of its own, and is trained alone."""
     cuts: ClassVar[bool] = True

@@ -112,7 +112,7 @@ def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) ->
             if not values and isinstance(error, DynamicOutputShapeException):
                 raise _refusal(loss, _SHAPE) from error
             cure = _ONE_HOT_LABELS if any(said in str(error) for said in _OF_ONE_HOT) else ""
-            raise DataError(f"the loss cannot judge outputs of shape {shape}{against}: {error}{cure}") from error
+            raise DataError(f"the loss does not take outputs of shape {shape}{against}: {error}{cure}") from error
     if watch.cannot:
         raise _refusal(loss, watch.cannot)
 

@@ -381,7 +381,7 @@ class _Trial:
             except Exception as error:
                 problem = problem or str(error)
         if problem:
-            raise DataError(f"the loss cannot judge outputs of shape {self._shape}: {problem.rstrip('.')}.")
+            raise DataError(f"the loss does not take outputs of shape {self._shape}: {problem.rstrip('.')}.")
         raise _CannotBeTried(f"loss {name_of(self._loss)}: it is not finite for random outputs, so it cannot be tried. {_CURE}")
 
     def _batches(self) -> Iterator[torch.Tensor]:

@@ -457,7 +457,7 @@ def _refuse_disorder(feeds: nn.Module | None, behind: Sequence[tuple[str, nn.Mod
     if isinstance(feeds, nn.Linear) and moving:
         raise _unseparable(f"layer {moving[0][0]} moves the outputs of the linear layer before it")
     if isinstance(feeds, nn.Conv2d) and flattens != [(1, -1)]:
-        raise _unseparable("between the convolution that feeds its separable layers and these there is no nn.Flatten(1)")
+        raise _unseparable("there is no nn.Flatten(1) between its convolution and its separable layers")
 
 
 def _refuse_others(layers: Sequence[tuple[str, nn.Module]]) -> None:

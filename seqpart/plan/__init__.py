@@ -1,1 +1,1 @@
-"""From checked inputs to a frozen plan: the problem, cuts, the simulator that says what each would take, the search."""
+"""Planning: from checked inputs to a frozen plan, by the problem, cuts, the simulator of memory and time, and the search."""

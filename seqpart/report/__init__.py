@@ -1,1 +1,1 @@
-"""What a run shows: the terminal, JSON lines, the HTML page, traces and trackers."""
+"""A run's output: the terminal, JSON lines, the HTML page, traces and trackers."""

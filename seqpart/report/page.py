@@ -1,4 +1,4 @@
-"""The page: what was asked for, what was planned, what happened, and the proof. One file that needs nothing from elsewhere."""
+"""The HTML page of a run: its settings, plan, events and proof, in one file without external resources."""
 
 import itertools
 import math
@@ -78,7 +78,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """Points of one thing. `look`: the class that colours it. `joined`: by a line, else each is a dot."""
+    """One data series. `look`: its CSS class. `joined`: connected by a line, else dots."""
 
     name: str
     look: str
@@ -88,7 +88,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """A value that lies across the figure."""
+    """A horizontal line in the figure."""
 
     name: str
     look: str
@@ -97,7 +97,7 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """What the numbers of one direction look like. `whole`: they begin at 0. `counts`: they are whole numbers."""
+    """Format of one axis. `whole`: starts at 0. `counts`: whole numbers only."""
 
     name: str
     text: Callable[[float], str]
@@ -112,7 +112,7 @@ def seconds_axis(text: Callable[[float], str]) -> Axis:
 def figure(
     title: str, series: Sequence[Series], x: Axis, y: Axis, *, levels: Sequence[Level] = (), marks: Sequence[Point] = ()
 ) -> str:
-    """A figure with lines and points over `x`. marks: (place on x, 0) of thin upright lines."""
+    """Returns a figure with lines and points over `x`. marks: (x, 0) of thin vertical lines."""
     points = [point for one in series for point in one.points]
     across = _range([at for at, _ in points], x)
     up = _range([value for _, value in points] + [level.value for level in levels], y)
@@ -141,7 +141,7 @@ def figure(
 
 
 def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
-    """(name, size, words behind it) of each bar."""
+    """Returns a bar chart of (name, size, text after it)."""
     largest = max((size for _, size, _ in rows), default=0.0) or 1.0
     lines = [
         f'<div class="bar"><span>{escape(name)}</span><i><b style="width:{100 * size / largest:.1f}%"></b></i>'
@@ -153,7 +153,7 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where numbers lie in the drawing."""
+    """Maps numbers to coordinates of the drawing."""
 
     across: tuple[float, float]
     up: tuple[float, float]
@@ -184,7 +184,7 @@ def _drawn(series: Series, place: _Place) -> str:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most so many that they can be told apart: of neighbours the highest, and the last one as it is."""
+    """Thins points to as many as can be distinguished: the highest of neighbours, and the last one."""
     size = -(-len(points) // _MOST_POINTS)
     if size <= 1:
         return list(points)
@@ -194,7 +194,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
-    """The first and the last number of an axis, with some room; never the same."""
+    """Returns the first and the last number of an axis, with a margin; never equal."""
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     if axis.whole:
@@ -204,7 +204,7 @@ def _range(values: Sequence[float], axis: Axis) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, steps: Sequence[float] = ()) -> list[float]:
-    """Round numbers from `low` to `high`, about four: multiples of one of `steps`, or of 1, 2 or 5 times a power of ten."""
+    """Returns about four round numbers from `low` to `high`: multiples of one of `steps`, or of 1, 2, 5 times a power of 10."""
     rough = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     usual = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= 0.999 * rough)
@@ -219,14 +219,14 @@ _STEPS = {
     "merge": "putting subnets back (MERGE)",
 }  # fmt: skip
 _LINES = 6
-"""Partitions that have a line of their own; more are one line, as they come."""
+"""Most partitions with their own line; more share one line, in order."""
 _LISTED = 200
 _VERSIONS = ("seqpart", "torch", "python", "system", "machine", "gpu")
 _TIME = seconds_axis(format_seconds)
 
 
 def document(run: RecordedRun) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     parts = [
         _head(run), _tiles(run), _missing(run), _memory(run), _losses(run), _time(run), _planned(run), _proof(run), _asked(run),
         _values(run),
@@ -318,7 +318,7 @@ def _losses(run: RecordedRun) -> str:
 
 
 def _series(passes: Sequence[Pass], what: str) -> list[Series]:
-    """Training as lines, one for each partition where they are few; tests as dots."""
+    """Returns training losses as lines, one per partition if there are few, and tests as dots."""
     training = [one for one in passes if one.kind == "train"]
     tests = [one for one in passes if one.kind == "test"]
     places = sorted({one.where for one in training}, key=lambda where: [int(n) for n in where.split()[-1].split("-")])
@@ -401,7 +401,7 @@ def _proof(run: RecordedRun) -> str:
 
 
 def _asked(run: RecordedRun) -> str:
-    """What was set, and by which versions it ran."""
+    """Returns the settings and versions."""
     options = {**run.start.get("settings", {}), **run.job}
     asked = [[name.replace("_", "-"), _said(value)] for name, value in options.items() if value not in (None, "None")]
     versions = [[name, str(run.start[name])] for name in _VERSIONS if name in run.start]
@@ -420,7 +420,7 @@ def _said(value: Any) -> str:
 
 
 def _values(run: RecordedRun) -> str:
-    """The numbers that the figures show."""
+    """Returns the numbers in the figures as tables."""
     if not run.passes:
         return ""
     shown = run.passes[-_LISTED:]

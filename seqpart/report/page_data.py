@@ -1,4 +1,4 @@
-"""What the directory of a run says of it: also of one that is under way, ended early, was killed, or is of an older version."""
+"""Reads the directory of a run, also one that is running, ended early, was killed, or is of an older version."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from seqpart.text import MOST_BYTES, refuse_unusable
 
 _PHASE = re.compile(r"\[(\w+) (\d+)(?:-(\d+))?(?:\.(\d+))?\]")
 _PASSES = 4000
-"""More than are drawn: of longer runs every second pass is left out, then again."""
+"""Most passes that are kept, more than are drawn: of longer runs every second one is left out, repeatedly."""
 _STATES = {
     "done": "finished",
     "interrupted": "interrupted, with a checkpoint",
@@ -45,7 +45,7 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Memory over time in one of the run's processes: (seconds of the run, bytes)."""
+    """Memory over time in one process of the run: (seconds of the run, bytes)."""
 
     points: list[tuple[float, int]]
     limit: int
@@ -54,7 +54,7 @@ class Curve:
 
 @dataclass(slots=True)
 class _Process:
-    """One that the run had: a run that goes on has had several. Its seconds count from those of the ones before."""
+    """One process of the run; a resumed run has several. Its seconds continue those of earlier ones."""
 
     start: dict[str, Any]
     before: float
@@ -63,7 +63,7 @@ class _Process:
 
     @property
     def began(self) -> float | None:
-        """Seconds since 1970 at which its own seconds were 0."""
+        """Start of the process in seconds since 1970."""
         try:
             return datetime.fromisoformat(self.start["time"]).timestamp() - float(self.start["seconds"])
         except (KeyError, TypeError, ValueError):  # older versions gave no time
@@ -72,13 +72,13 @@ class _Process:
 
 @dataclass(slots=True)
 class _Passes:
-    """In the order in which they were told; what was told behind the checkpoint that a process went on from was made again."""
+    """Passes in order of the log; those logged after the checkpoint that a process resumed from were repeated."""
 
     kept: list[tuple[int, Pass]] = field(default_factory=list)
-    """Each with how many there were before it."""
+    """Each pass with the number of passes before it."""
     told: int = 0
     saved: dict[tuple[int, int], int] = field(default_factory=dict)
-    """How many had been told when a checkpoint of that position was saved; the latest last."""
+    """Number of passes logged when the checkpoint of a position was saved; the latest last."""
 
     def add(self, one: Pass) -> None:
         self.kept.append((self.told, one))
@@ -92,7 +92,7 @@ class _Passes:
         self.saved[position] = self.told
 
     def go_back(self, start: dict[str, Any]) -> None:
-        """A process goes on: from the position that it says, or from the latest, as older versions did without a word."""
+        """Called when a process resumes, from the given position, or from the latest, in logs of older versions."""
         at = start.get("checkpoint")
         position = (at["phase"], at["updates"]) if at else None
         latest_saved = next(reversed(self.saved.values()), self.told)
@@ -106,20 +106,20 @@ class RecordedRun:
     state: str
     plan: Plan | None
     result: dict[str, Any]
-    """Empty where there is none."""
+    """The result; empty if there is none."""
     start: dict[str, Any]
-    """What the latest process said of itself as it began."""
+    """The `start` event of the latest process."""
     processes: int
     resumed_at: tuple[float, ...]
-    """Seconds of the run at which another process went on."""
+    """Seconds of the run at which it was resumed."""
     seconds: float
-    """Of all processes, as far as they told."""
+    """Duration of all processes, as far as logged."""
     passes: tuple[Pass, ...]
     curves: tuple[Curve, ...]
     steps: dict[str, Sum]
     job: dict[str, Any]
     missing: tuple[str, ...]
-    """What is not there, in words."""
+    """Descriptions of missing data."""
 
     @property
     def said(self) -> str:
@@ -127,7 +127,7 @@ class RecordedRun:
 
 
 def read_run(root: Path) -> RecordedRun:
-    """Raises OptionError where `root` is not the directory of a run."""
+    """Reads the run in `root`. Raises OptionError if that is not the directory of a run."""
     state, missing = _state(root), list[str]()
     events, passes, processes = _events(root, missing), _Passes(), list[_Process]()
     for event in events:
@@ -157,7 +157,7 @@ def _state(root: Path) -> str:
         try:
             marker = marker_of(folder)
         except ValueError as error:
-            raise OptionError(f"report: {root} cannot be told to be the directory of a run: {error} ({MARKER}).") from None
+            raise OptionError(f"report: {root} cannot be identified as the directory of a run: {error} ({MARKER}).") from None
         if marker is None:
             raise OptionError(f"report: {root} is not the directory of a run: it has no {MARKER}. Give one under runs/.")
         if marker.run is not None:
@@ -166,7 +166,7 @@ def _state(root: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Of a plain file. The last one may be cut off. Raises OSError."""
+    """Yields the lines of a regular file; the last one may be cut off. Raises OSError."""
     with open(opened(path), "rb") as file:
         yield from file
 
@@ -189,7 +189,7 @@ def _events(root: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _take(event: dict[str, Any], passes: _Passes, processes: list[_Process]) -> None:
-    """One line of the log. Those of other kinds, and whatever is not as we write it, say nothing here."""
+    """Takes one line of the log; ignores other kinds and malformed lines."""
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         if event["event"] == "start":
             before = processes[-1].before + processes[-1].seconds if processes else 0.0
@@ -244,7 +244,7 @@ def _curves(root: Path, processes: list[_Process], missing: list[str]) -> tuple[
 
 
 def _shift(head: dict[str, Any], processes: list[_Process]) -> float:
-    """Seconds of the run at which the seconds of this curve begin: those of the process that began at about that time."""
+    """Returns the seconds of the run at which this curve starts: those of the process that started at about that time."""
     began = datetime.fromisoformat(head["began"]).timestamp()
     known = [(process.began, process.before) for process in processes if process.began is not None]
     at, before = min(known, key=lambda one: abs(one[0] - began), default=(began, 0.0))
@@ -278,11 +278,11 @@ def _result(root: Path, state: str, missing: list[str]) -> dict[str, Any]:
 
 
 _FIGURES = ("limit", "peak", "predicted", "runtime", "host", "file_growth", "samples", "violations")
-"""Of a proof; each is there in every version."""
+"""Fields of a proof that every version has."""
 
 
 def _refuse_other_types(result: dict[str, Any]) -> None:
-    """Raises an error of those that `_result` takes where what is shown of a result is not there, or not of its type."""
+    """Raises an error that `_result` handles if a displayed field of a result is missing or has another type."""
     proof = result["proof"]
     named = ("accuracy", "test_loss", "average_accuracy", "average_loss")
     optional = (proof.get("allocator_peak"), *(result.get(name) for name in named))
@@ -294,7 +294,7 @@ def _refuse_other_types(result: dict[str, Any]) -> None:
 
 
 def _job(root: Path) -> dict[str, Any]:
-    """What the command was asked for; nothing for runs that Python began."""
+    """Returns the command's options; empty for runs from Python."""
     with contextlib.suppress(OSError, ValueError):
         found = checked_body("job", _text(latest(root, JOB)))
         return dict(found) if isinstance(found, dict) else {}

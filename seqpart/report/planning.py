@@ -1,6 +1,6 @@
-"""What takes time while a plan is made: one line on a terminal that changes, elsewhere a plain line now and then.
+"""Shows progress while a plan is made: one changing line on a terminal, elsewhere a plain line now and then.
 
-Planning says it to the logger `seqpart.planning` at level DEBUG, where a program's own handlers may take it too.
+Planning logs it to `seqpart.planning` at level DEBUG, where a program's own handlers can take it too.
 """
 
 import logging
@@ -13,14 +13,14 @@ from seqpart.report.terminal import width_of
 
 _LOGGER = logging.getLogger("seqpart.planning")
 _SHOWN = 0.1
-"""Seconds between two states of the line on a terminal."""
+"""Seconds between two updates of the line on a terminal."""
 _SAID = 3.0
-"""Seconds between two plain lines; a plan that is made in less says nothing."""
+"""Seconds between two plain lines; a faster plan prints nothing."""
 
 
 @contextmanager
 def planning_shown(reporter: Reporter) -> Iterator[None]:
-    """Inside, a plan is made. Nothing is shown where the reporter is quiet."""
+    """Shows progress inside, unless the reporter is quiet."""
     if reporter.console.quiet:
         yield
         return

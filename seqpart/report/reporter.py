@@ -1,5 +1,5 @@
-"""What the user sees, and the run's log. Only this package prints, and only what no handler of the user's own takes: whatever
-is said goes to the logger `seqpart`.
+"""Prints a run's progress and writes its log. Messages go to the logger `seqpart`; only this package prints, and only those
+that no handler of the user's takes.
 
 On a terminal a live bar with ETA, samples/s and the peak against the limit; elsewhere plain lines. Every event is
 also one line of JSON in the run directory.
@@ -44,7 +44,7 @@ from seqpart.store.direct import explained
 from seqpart.units import format_seconds, format_size
 
 _SECONDS = 10.0
-"""A run that is killed has left its sums as they were at most so long before, at the end of a step."""
+"""Seconds between two writes of the sums to the log, at the end of a step."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Sum:
 
 
 class Tally:
-    """Of one process."""
+    """Sums of time and traffic by kind of step, in one process."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Sum] = {}
@@ -73,11 +73,11 @@ class Tally:
         self._changed = True
 
     def due(self, after: float = _SECONDS) -> bool:
-        """Whether there is something to tell, and it was last told more than `after` seconds ago."""
+        """True if there is something to log, and the last time was more than `after` seconds ago."""
         return self._changed and time.monotonic() - self._told > after
 
     def told(self) -> dict[str, dict[str, int | float]]:
-        """The sums so far, by kind, as JSON."""
+        """Returns the sums so far, by kind, as JSON."""
         self._told, self._changed = time.monotonic(), False
         return {kind: {**asdict(found), "seconds": round(found.seconds, 4)} for kind, found in self._sums.items()}
 
@@ -91,15 +91,15 @@ _WHAT = {
 
 
 _STEPS = 10_000
-"""Comings and goings of partitions that a process records one by one, 1.2 MB of lines; the sums go on."""
+"""Most LOAD and DROP steps that a process logs one by one, 1.2 MB; sums continue."""
 _SHOWN_EVERY = 0.2
-"""Seconds between two states of the live line."""
+"""Seconds between two updates of the live line."""
 
 
 class Reporter:
     """Prints to `console` unless `quiet`; writes `events.jsonl` once `open_log` has been called.
 
-    flags: for the command, whose flags are not the arguments of Python.
+    flags: messages name command-line flags instead of Python arguments.
     """
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None, flags: bool = False) -> None:
@@ -110,7 +110,7 @@ class Reporter:
         self._began, self._tally, self._steps = time.perf_counter(), Tally(), 0
 
     def open_log(self, path: Path, *, add: bool = False) -> None:
-        """Write events to `path`; `add` behind those of the run that goes on."""
+        """Writes events to `path`; with `add`, after those of the resumed run."""
         try:
             self._log = open(added_to(path) if add else made(path, 0o666), "w")  # noqa: SIM115 (closed by close)
         except OSError as error:
@@ -118,7 +118,7 @@ class Reporter:
         self._log_path = path
 
     def record(self, kind: str, **values: Any) -> None:
-        """One JSON line; flushed, so that a killed run leaves it."""
+        """Writes one JSON line, flushed, so that a killed run leaves it."""
         if self._log is not None:
             seconds = round(time.perf_counter() - self._began, 3)
             try:
@@ -128,7 +128,7 @@ class Reporter:
                 raise explained(error, self._log_path) from None
 
     def add_note(self, error: Exception, note: str) -> None:
-        """To any error, with flags or arguments, as whoever began the run knows them."""
+        """Adds a note to an error, with flags or Python arguments."""
         error.add_note(note if isinstance(error, SeqpartError) else self._worded(note))
 
     def _worded(self, text: str) -> str:
@@ -142,7 +142,7 @@ class Reporter:
             self.console.print(text if width is None else wrapped(text, width), markup=False)
 
     def warn(self, text: str) -> None:
-        """What went otherwise than it was to go."""
+        """Logs a warning."""
         self.say(text, logging.WARNING)
 
     def plan(self, plan: Plan) -> None:
@@ -161,7 +161,7 @@ class Reporter:
             self.say(line)
 
     def begin(self, phases: Sequence[Phase], start: Position, limit: int, used: Callable[[], int]) -> None:
-        """Start of the loop; `used` is the peak so far, in bytes."""
+        """Called at the start of the loop. used: the peak so far, in bytes."""
         self._bar = _Bar(self.console, phases, start, limit, used)
 
     def listen(self, event: Event) -> None:
@@ -226,7 +226,7 @@ class Reporter:
 
 
 class WarningsAlone(Reporter):
-    """Of what is not a run for its user: an evaluation, steps of somebody's own loop. Their results are told by who asked."""
+    """Reporter for an evaluation or a user's own loop: only warnings, since the caller reports results."""
 
     def __init__(self) -> None:
         super().__init__(quiet=True)
@@ -240,7 +240,7 @@ class WarningsAlone(Reporter):
 
 
 def single(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Those that are one number."""
+    """Returns the metrics that are single numbers."""
     return {name: value for name, value in metrics.items() if isinstance(value, float)}
 
 
@@ -254,7 +254,7 @@ def _who(phase: Phase) -> str:
 
 
 def _spellings(phase: Phase) -> tuple[str, ...]:
-    """What a pass is, in shorter and shorter words: `partitions 0-3 train epoch 2`, `p0-3 train 2`, `p0-3 e2`."""
+    """Returns names of a pass, ever shorter: `partitions 0-3 train epoch 2`, `p0-3 train 2`, `p0-3 e2`."""
     where = str(phase.partition) if phase.through is None else f"{phase.partition}-{phase.through}"
     what = _WHAT[phase.kind]
     if phase.kind is not PhaseKind.TRAIN:
@@ -263,24 +263,24 @@ def _spellings(phase: Phase) -> tuple[str, ...]:
 
 
 def figures(loss: float, accuracy: float | None, metrics: Mapping[str, MetricValue], of: str = "") -> str:
-    """What rows said of a model, in words; `of` stands before loss and accuracy."""
+    """Formats loss, accuracy and metrics; `of` comes before loss and accuracy."""
     share = "" if accuracy is None else f"{of}accuracy {100 * accuracy:.2f} %, "
     more = "".join(f", {name} {value:.4f}" for name, value in single(metrics).items())
     return f"{share}{of}loss {loss:.4f}{more}"
 
 
 def _share(epochs: float) -> str:
-    """3, or 2.75 in the midst of one."""
+    """Formats a number of epochs: 3, or 2.75 within one."""
     return f"{epochs:.2f}".rstrip("0").rstrip(".")
 
 
 def _passes(phase: Phase) -> int:
-    """In forward passes, of which a backward pass costs about two: the bar counts them, so that its ETA is honest."""
+    """Returns the work in forward passes; a backward pass counts as two, so that the bar's ETA is right."""
     return 3 if phase.kind is PhaseKind.TRAIN else 1
 
 
 class _Bar:
-    """The live line; absent where the output is not a terminal."""
+    """The live line; absent if the output is not a terminal."""
 
     def __init__(self, console: Console, phases: Sequence[Phase], start: Position, limit: int, used: Callable[[], int]) -> None:
         self._console, self._limit, self._used, self._phases = console, limit, used, phases

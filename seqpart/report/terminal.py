@@ -1,4 +1,4 @@
-"""The terminal: what fits its width, where output goes, and the log."""
+"""Terminal output: fitting it to the width, surviving closed pipes, and logging."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ from seqpart.units import format_seconds, format_size
 _LEAVE_OUT = (
     "home", "graph", "boundary row", "optimizer", "gradients", "micro-batch", "activations", "weights", "boundary", "device",
 )  # fmt: skip
-"""Columns of the plan that a narrow terminal does without, the least important first."""
+"""Columns of the plan that are left out on a narrow terminal, the least important first."""
 _BETWEEN = 3
 """Characters between two columns of the table, and at its edges together."""
 _QUANTITY = re.compile(r"(?<=[0-9]) (?=(?:[KMGT]?B|%|s|min|h|d|x|samples(?:/s)?|parameters|rows?|updates?)\b|%)")
@@ -29,7 +29,7 @@ _UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
 def wrapped(text: str, width: int) -> str:
-    """`text` in lines of at most `width` characters, broken between words and never between a number and its unit."""
+    """Wraps `text` to `width` characters, between words and never between a number and its unit."""
     return "\n".join(_wrapped_line(line, width) for line in text.split("\n"))
 
 
@@ -45,12 +45,12 @@ def _wrapped_line(line: str, width: int) -> str:
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """`text` as it is for a file, wrapped for a terminal."""
+    """Returns `text` unchanged for a file, wrapped for a terminal."""
     return wrapped(text, shutil.get_terminal_size().columns) if stream.isatty() else text
 
 
 def plan_table(rows: Sequence[Mapping[str, str]], width: int | None) -> tuple[Table, tuple[str, ...]]:
-    """(the table of `rows`, the columns that were left out because they did not fit `width`; None: everything fits)."""
+    """Returns (the table of `rows`, the columns left out to fit `width`). width None: all columns."""
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
     out: list[str] = []
     for name in _LEAVE_OUT:
@@ -67,7 +67,7 @@ def plan_table(rows: Sequence[Mapping[str, str]], width: int | None) -> tuple[Ta
 
 
 def as_lines(table: Table, width: int) -> str:
-    """The table as text."""
+    """Returns the table as text."""
     console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
     with console.capture() as captured:
         console.print(table)
@@ -75,12 +75,12 @@ def as_lines(table: Table, width: int) -> str:
 
 
 def table_width(rows: Sequence[Mapping[str, str]]) -> int:
-    """Characters of a line of the whole table, so that none is cut in a file."""
+    """Returns the width of the whole table, so that none is cut in a file."""
     return sum(max(len(name), *(len(row[name]) for row in rows)) + _BETWEEN for name in rows[0])
 
 
 def as_many(parts: Sequence[str], width: int | None, *, short: str = "") -> str:
-    """The first of `parts`, or `short` where that does not fit `width`, and of the others as many as do."""
+    """Returns the first of `parts`, or `short` if that does not fit `width`, and as many of the others as do."""
     line = short if short and width is not None and len(parts[0]) > width else parts[0]
     for part in parts[1:]:
         if width is not None and len(line) + len(part) > width:
@@ -92,7 +92,7 @@ def as_many(parts: Sequence[str], width: int | None, *, short: str = "") -> str:
 def bar_line(
     spellings: Sequence[str], share: float, left: float | None, speed: float, peak: int, limit: int, *, width: int
 ) -> str:
-    """The live line: how far it is, the time left, what runs, and as much of the peak, bar and speed as `width` has room for.
+    """Returns the live line: progress, time left, the pass, and as much of peak, bar and speed as fits `width`.
 
     spellings: what runs, in shorter and shorter words. share: from 0 to 1. left: seconds, None while nobody knows.
     """
@@ -114,22 +114,22 @@ def bar_line(
 
 
 def width_of(console: Console) -> int | None:
-    """Characters of a line; None where the output is no terminal and lines may be of any length."""
+    """Returns the terminal's width; None if the output is no terminal."""
     return console.width if console.is_terminal else None
 
 
 def width_for_table(console: Console) -> int | None:
-    """Characters of a line of the table; None where it may be as wide as it is."""
+    """Returns the width for tables; None for no limit."""
     asked = os.environ.get("COLUMNS", "")
     return int(asked) if width_of(console) is None and asked.isdecimal() and int(asked) else width_of(console)
 
 
 _SILENT = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Nobody is there to read: that needs no words."""
+"""Errors of a closed output, which are ignored."""
 
 
 class Output:
-    """What `stream` gives, as long as that takes text. From the first error on text is dropped, and no error raised."""
+    """Writes to the stream that `stream` returns. After the first error text is dropped, and no error is raised."""
 
     def __init__(self, stream: Callable[[], IO[str] | None]) -> None:
         self._stream = stream
@@ -151,7 +151,7 @@ class Output:
 
     @property
     def lost(self) -> str:
-        """Why some of the text did not arrive where somebody waits for it; empty where all did, or nobody waits."""
+        """Why text was lost; empty if none was, or if the reader is gone."""
         error = self.error
         return error.strerror or "" if isinstance(error, OSError) and error.errno not in _SILENT else ""
 
@@ -169,13 +169,13 @@ class Output:
 
 
 def standard_output() -> IO[str]:
-    """`sys.stdout` as it is at each moment."""
+    """Returns the current `sys.stdout`."""
     return cast("IO[str]", Output(lambda: sys.stdout))
 
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[Output]:
-    """Inside, printing raises no error, whoever prints; behind it the interpreter's own last flush meets none either.
+    """Inside, printing raises no error, from any code; afterwards the interpreter's last flush raises none either.
 
     Its value is the standard output, whose `lost` says so when some of it is.
     """
@@ -198,7 +198,7 @@ def lasting_output() -> Iterator[Output]:
 
 
 def _open_missing() -> None:
-    """A standard descriptor that is closed would be the next file's number, and libraries print into that."""
+    """Opens closed standard descriptors, whose numbers the next files would get, and libraries would print into those."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -207,7 +207,7 @@ def _open_missing() -> None:
 
 
 def _let_go(stream: IO[str]) -> None:
-    """What is left in its buffer goes nowhere."""
+    """Discards the stream's buffer."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -216,7 +216,7 @@ def _let_go(stream: IO[str]) -> None:
 
 
 def _writable(text: str, stream: IO[str]) -> str:
-    """A path may have characters that the terminal's encoding has not."""
+    """Replaces characters that the terminal's encoding lacks, as a path may have."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -230,7 +230,7 @@ LOGGER.addHandler(logging.NullHandler())  # else Python prints warnings by itsel
 
 
 def is_heard(level: int) -> bool:
-    """Whether a handler of the program's own takes records of that level: then nothing of them is printed beside it."""
+    """True if a handler of the program takes records of that level, which are then not printed."""
     if not LOGGER.isEnabledFor(level):
         return False
     logger: logging.Logger | None = LOGGER
@@ -243,7 +243,7 @@ def is_heard(level: int) -> bool:
 
 @contextlib.contextmanager
 def printing() -> Iterator[None]:
-    """Inside, what is said is printed, and not given to handlers that the user's model or data set up: for the command."""
+    """Inside, messages are printed and not passed to handlers of the user's model or data: for the command."""
     before, LOGGER.propagate = LOGGER.propagate, False
     try:
         yield

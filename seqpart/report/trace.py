@@ -1,4 +1,4 @@
-"""A trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: what ran when on each stream, memory, and traffic.
+"""Writes a trace of steps by stream, memory and traffic, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 The JSON array of the Trace Event Format: spans ("X"), counters ("C") and names ("M"), times in microseconds. Its closing
 bracket may be missing, so each write ends behind a whole event, and what a killed run leaves can be opened. No more than
@@ -21,7 +21,7 @@ MOST = 256 << 20
 """Bytes of a trace: two million steps, as many as a viewer can still show."""
 _BUFFER = 8 << 10
 _HELD_BACK = 0.5
-"""Seconds that an event is at most kept back while others come."""
+"""Most seconds that an event is buffered."""
 _COUNTED = 0.05
 """Seconds between two values of a counter."""
 _ENDS = 1 << 10
@@ -29,7 +29,7 @@ _ENDS = 1 << 10
 
 
 class Trace:
-    """Written to `path` as it goes, from any thread. Raises StoreError where that cannot be made."""
+    """A trace, written to `path` from any thread. Raises StoreError if the file cannot be created."""
 
     def __init__(self, path: Path, *, most: int = MOST) -> None:
         self.path, self._most = path, most
@@ -43,7 +43,7 @@ class Trace:
         self._flushed = self._counted = 0.0
         self._highest = 0
         self.is_full, self.error = False, ""
-        """Whether the file has no room for more, and why nothing could be written any more."""
+        """True if the file is full; and the error after which nothing was written."""
         try:
             self._file: int | None = made(path, 0o666)
         except OSError as error:
@@ -53,13 +53,13 @@ class Trace:
     # --- what is told ---------------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """Seconds since the trace began."""
+        """Returns the seconds since the trace started."""
         return time.perf_counter() - self._start
 
     def span(
         self, stream: str, what: str, began: float, seconds: float, said: Mapping[str, object] | None = None, *, thread: int = 0
     ) -> None:
-        """`what` went on for `seconds` from `began`, as `now` counts them. Spans of a stream and a thread do not overlap."""
+        """Adds a span of `seconds` from `began`, a value of `now`. Spans of one stream and thread do not overlap."""
         with self._lock:
             lane, more = self._lane(stream, thread), {"args": said} if said else {}
             self._add({"ph": "X", "name": what, "pid": 1, "tid": lane, "ts": _us(began), "dur": _us(seconds), **more})
@@ -78,7 +78,7 @@ class Trace:
             self._moved[link] = self._moved.get(link, 0) + nbytes
 
     def memory(self, used: int) -> None:
-        """So many bytes are held now. Now and then the counters are told: the highest since then, and each link's rate."""
+        """Records the bytes held now. Writes the counters at intervals: the highest value since, and each link's rate."""
         with self._lock:
             now = self.now()
             self._highest = max(self._highest, used)
@@ -105,7 +105,7 @@ class Trace:
         self._add({"ph": "C", "name": name, "pid": 1, "ts": _us(now), "args": {"value": round(value, 3)}})
 
     def _lane(self, stream: str, thread: int) -> int:
-        """The line of the picture for what that thread does on the stream."""
+        """Returns the trace's line for that stream and thread."""
         known = self._lanes.get((stream, thread))
         if known is not None:
             return known

@@ -1,4 +1,4 @@
-"""The trackers' own libraries, which need not be there. What they hold counts for the limit: they are loaded before the plan.
+"""Wrappers of the trackers' libraries, which are optional. Their memory counts against the limit: they load before the plan.
 
 TensorBoard's writer is that of torch, with the package tensorboard, or else that of tensorboardX. Weights & Biases runs a
 process beside ours, which counts too; with WANDB_MODE=offline it needs no network.
@@ -17,10 +17,10 @@ from seqpart.errors import OptionError
 
 class Tracker(Protocol):
     def tell(self, step: int, values: Mapping[str, float]) -> None:
-        """What holds behind so many updates."""
+        """Logs values after so many updates."""
 
     def close(self) -> None:
-        """Return when all that was told is kept."""
+        """Returns when everything logged is saved."""
 
 
 def load(names: Sequence[TrackerName]) -> None:
@@ -40,7 +40,7 @@ def load(names: Sequence[TrackerName]) -> None:
 def opened(
     name: TrackerName, folder: Path, run: str, settings: Mapping[str, Any], behind: int | None, *, mode: str | None = None
 ) -> Tracker:
-    """A tracker that writes below `folder` about `run`, which goes on `behind` so many updates, or is new.
+    """Returns a tracker that writes below `folder` about `run`, which is new or resumes after `behind` updates.
 
     mode: of wandb; None: as WANDB_MODE says.
     """
@@ -125,4 +125,4 @@ def _refuse_without_login(wandb: Any) -> None:
 
 _LIBRARIES: dict[TrackerName, Callable[[], object]] = {"tensorboard": _writer, "wandb": _wandb_with_login}
 _LOADED: set[TrackerName] = set()
-"""Of this process."""
+"""Trackers that this process has loaded."""

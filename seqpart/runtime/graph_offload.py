@@ -245,7 +245,7 @@ class _Saved:
         if self.tensor._version != self.version:
             raise ModelError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that is needed for gradients was changed by an in-place "
-                "operation behind the one that saved it, which PyTorch does not allow. Let that one write into a copy."
+                "operation after the one that saved it, which PyTorch does not allow. Let that one write into a copy."
             )
         return self.tensor
 

@@ -157,9 +157,9 @@ class Pauses:
         wanted = self._given_back(away, before)
         if any(_options(one) != then for one, then in options):
             raise OptionError(
-                "the options of an optimizer (its param_groups) were changed while a run has the model. An optimizer is built "
-                "anew for each visit of a partition, so this would be forgotten: give as --lr-schedule a function from an "
-                "optimizer to a torch.optim.lr_scheduler, which may be a LambdaLR of anything."
+                "the options of an optimizer (its param_groups) were changed during a run. An optimizer is rebuilt for each "
+                "visit of a partition, so this change would be lost: give --lr-schedule a function from an optimizer to a "
+                "torch.optim.lr_scheduler, such as a LambdaLR."
             )
         self._obey(wanted)
 

@@ -177,7 +177,7 @@ class Run:
             if self.pauses.unplanned:
                 self.saving.save(at, metrics or Metrics())
                 names = ", ".join(self.pauses.unplanned[:3]) + (" and others" if len(self.pauses.unplanned) > 3 else "")
-                self.reporter.say(f"{names} learn from now on: the plan is made anew")
+                self.reporter.say(f"{names} learn from now on: making a new plan")
                 raise PlanAnew(self.places.directory.root)
             at, metrics = self._ended_early(at, metrics)
 
@@ -432,7 +432,7 @@ class Run:
             return
         self.homes.recall()
         self.test = best.loss, best.accuracy
-        self.reporter.say(f"the weights are those behind update {best.update}, of the best evaluation")
+        self.reporter.say(f"the weights are those after update {best.update}, of the best evaluation")
 
     # --- the end --------------------------------------------------------------------------------------------------
 

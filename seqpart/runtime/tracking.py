@@ -187,7 +187,7 @@ class Tracking:
             work()
         except Exception as error:  # whatever the tracker's library raises
             self._trackers.pop(name, None)
-            self._reporter.warn(f"--log {name} is told nothing more: {type(error).__name__}: {error}")
+            self._reporter.warn(f"--log {name} is no longer used: {type(error).__name__}: {error}")
 
     def _note(self) -> None:
         assert self._path is not None

@@ -167,8 +167,8 @@ class TrainingSession:
                     if self.updates < done:
                         raise ModelError(
                             f"an error in the middle of update {done + 1}, of which some partitions had made their step "
-                            f"({type(error).__name__}: {error}). The session went back to update {self.updates}, behind which "
-                            "all that stays on the device was at home last: as by evaluate(), state_dict() and export()."
+                            f"({type(error).__name__}: {error}). The session went back to update {self.updates}, after which "
+                            "everything was last saved to its home, as evaluate(), state_dict() and export() do."
                         ) from error
                     raise
         except KeyboardInterrupt as interrupt:

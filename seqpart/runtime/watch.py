@@ -145,7 +145,7 @@ class Watch:
 
     def tell_end(self, reporter: Reporter, update: int) -> None:
         """Reports that the current training ended after `update`, as was requested."""
-        reporter.say(f"training ends behind update {update}: {self.ending.asked}")
+        reporter.say(f"training ends after update {update}: {self.ending.asked}")
         reporter.record("ended early", update=update, why=self.ending.asked)
         self._forget_end()
 

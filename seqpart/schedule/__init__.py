@@ -1,1 +1,1 @@
-"""Which step comes next: steps, phases, how far a run is, how long it trains and when it is tested."""
+"""The schedule: steps, phases, progress, length of the training and evaluations."""

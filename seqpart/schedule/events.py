@@ -10,7 +10,7 @@ from seqpart.schedule.steps import Step
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """One executed step: its disk traffic in bytes, and seconds. A transfer counts where it is waited for or begun."""
+    """One executed step: its disk traffic in bytes, and seconds. A transfer counts where it is started or waited for."""
 
     step: Step
     bytes_read: int

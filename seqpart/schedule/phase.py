@@ -97,9 +97,9 @@ class Phase:
     ends: int | None = None
     """The network's last partition; None: the last one there is."""
     view: int = 0
-    """In a pass that writes rows: the number of the view, where several draws of each row are kept."""
+    """Number of the view that the pass writes, if several draws of each row are kept."""
     views: int = 1
-    """In training on such rows: the number of views, which the epochs use in turn."""
+    """Number of views of the training rows, which the epochs use in turn."""
 
     def __str__(self) -> str:
         epoch = f".{self.epoch}" if self.kind in (PhaseKind.TRAIN, PhaseKind.SPLIT, PhaseKind.MERGE) else ""

@@ -1,4 +1,4 @@
-"""What a plan may answer, and plans drawn from all of that: the schedules of a method, whatever the planner prefers."""
+"""The answers of a plan, and plans drawn at random from all possible answers, independent of the planner's choice."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -16,12 +16,12 @@ from seqpart.runtime.partition import Partition
 from seqpart.schedule.steps import Step
 
 _LOOKED_AT = 30
-"""Draws, of which the one is taken that differs most from those that are known."""
+"""Number of draws, of which the one that differs most from the known plans is taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """Of a plan, at its method and micro-batch."""
+    """The answers of a plan, for its method and micro-batch."""
 
     starts: tuple[int, ...]
     slots: int
@@ -50,11 +50,11 @@ class Answers:
         )
 
     def different(self, other: Self) -> int:
-        """In how many answers."""
+        """Returns the number of different answers."""
         return sum(one != two for one, two in zip(astuple(self), astuple(other), strict=True))
 
     def asked(self, like: Plan, blocks: int) -> Plan:
-        """`like` with these answers, to be planned again: what they take is not known."""
+        """Returns `like` with these answers, to be planned again: their memory is not known."""
         ends, part, tier = (*self.starts[1:], blocks), like.partitions[0], "ram" if like.device.startswith("CPU") else "pinned"
         parts = tuple(
             replace(
@@ -77,21 +77,21 @@ def _named(numbers: Sequence[int] | frozenset[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What the answers are drawn from."""
+    """The sets that answers are drawn from."""
 
     starts: tuple[int, ...]
-    """Blocks at which a partition may begin, the first among them."""
+    """Blocks at which a partition may begin, including the first."""
     tiers: tuple[str, ...]
-    """Of boundaries."""
+    """Tiers of boundaries."""
     graph_tiers: tuple[str, ...]
-    """Where graphs may wait that do not on the device."""
+    """Tiers of offloaded graphs."""
     heap: bool
-    """Whether it may be kept."""
+    """True if the heap may be kept."""
     streams: bool
-    """Whether partitions may come and go: else all of them stay."""
+    """True if partitions may stream; else all of them stay."""
 
     def draw(self, random: Random, known: Sequence[Answers]) -> Answers | None:
-        """Answers that none of `known` has; None where so many draws found none."""
+        """Returns answers that differ from all `known` ones; None if no draw did."""
         if len(self.starts) < 2:  # nothing to cut
             return None
         found = [answers for answers in (self._one(random) for _ in range(_LOOKED_AT)) if answers not in known]
@@ -115,7 +115,7 @@ class Space:
         )  # fmt: skip
 
     def _boundaries(self, random: Random, count: int) -> list[str]:
-        """All in one place, or each in a place of its own."""
+        """Returns the tiers of boundaries: the same for all, or drawn for each."""
         one = random.choice(self.tiers)
         return [random.choice(self.tiers) for _ in range(count)] if random.random() < 0.5 else [one] * count
 
@@ -123,18 +123,18 @@ class Space:
 _AT_ONCE = 1 << 20
 """Bytes of a tensor that are looked at at once: a copy of all of it could break the limit."""
 VALUE, STATE, BUFFER, LOSS, GRADIENT = range(5)
-"""What is compared, in the order in which an update makes it."""
+"""Kinds of compared tensors, in the order in which an update computes them."""
 _WORDS = ("", "optimizer state ", "buffer ", "the loss", "the gradient of ")
 
 
 class Key(NamedTuple):
-    """One tensor of one update, ordered as they come about: the first that differs is the nearest to the cause."""
+    """Identifies one tensor of one update, in order of computation: the first that differs is nearest to the cause."""
 
     update: int
-    """Counts from 0; one more than the last for what the last update left."""
+    """Number of the update, from 0; one more than the last for the final tensors."""
     kind: int
     block: int
-    """Of gradients negative: they come from the last block to the first."""
+    """Number of the block; negative for gradients, which are computed from the last block to the first."""
     name: str
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class Key(NamedTuple):
 
 
 class Digests:
-    """What is seen of one run: a digest of every tensor.
+    """Records a digest of every tensor of one run.
 
     expected: digests to compare with; the run ends behind the update in which one differs, and `keeps` is the file that
         the first of them goes to. wanted: a tensor, and the file with another run's, to measure the difference.
@@ -180,21 +180,21 @@ class Digests:
                 self.see(Key(update, BUFFER, block.number, f"{block.name}.{name}"), buffer)
 
     def at_rest(self, executor: Executor) -> bool:
-        """An update is over. Returns whether to go on: not behind the last one that is to be seen."""
+        """Called after an update. Returns False after the last one to be recorded."""
         self.see(Key(self._done, LOSS, 0, ""), torch.as_tensor(executor.compute.metrics.loss))
         self.losses.append(executor.compute.metrics.mean_loss)
         self._done += 1
         return not self.found and self._done < self.steps
 
     def go_back(self, done: int) -> None:
-        """The run goes on from where it had made so many updates."""
+        """Called when the run continues from an earlier number of updates."""
         self._done = self._begun = done
         self._updates.clear()
         del self.losses[done:]
 
     @property
     def found(self) -> bool:
-        """Whether what was looked for is there: the rest of the run does not matter."""
+        """True if the wanted tensor was found, so that the rest of the run does not matter."""
         return self.first is not None or self.difference is not None
 
     def see(self, key: Key, tensor: torch.Tensor | None) -> None:
@@ -205,7 +205,7 @@ class Digests:
             self.difference = _difference(self._wanted[1], tensor)
 
     def miss(self) -> None:
-        """The run is over: what it should have had and did not differs too."""
+        """Called at the end of the run: counts expected digests that are missing as different."""
         for key in (self._expected or {}).keys() - self.seen.keys():
             self._differs(key, None)
 
@@ -218,14 +218,14 @@ class Digests:
 
 
 def keep_tensor(path: Path, tensor: torch.Tensor | None) -> None:
-    """Its bytes, for what is `wanted` of another run."""
+    """Writes the tensor's bytes, to be compared with another run's."""
     with open(path, "wb") as file:
         for part in _parts(tensor):
             file.write(part.view(torch.uint8).numpy().data)
 
 
 def _parts(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """Its elements in order, flat, on the host, some rows at a time."""
+    """Yields the tensor's elements in order, flat, on the host, some rows at a time."""
     if tensor is None or not tensor.numel():
         return
     rows = tensor.detach().reshape(1) if not tensor.ndim else tensor.detach()
@@ -244,7 +244,7 @@ def digest_of(tensor: torch.Tensor | None) -> bytes:
 
 
 def _difference(path: Path, tensor: torch.Tensor | None) -> str:
-    """Of `tensor` from the one whose bytes are in the file."""
+    """Returns the difference of `tensor` from the one whose bytes are in the file."""
     if tensor is None or path.stat().st_size != tensor.nbytes:
         return "one of them has none there, or another type or shape"
     count, largest = 0, 0.0

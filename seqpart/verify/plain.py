@@ -1,8 +1,8 @@
-"""The loop that a user would write, of the batches that a run has: the model's own forward pass, one optimizer of all
-parameters, torch's clipping, and tensors that torch itself puts into memory.
+"""The plain PyTorch loop to compare with, on a run's batches: the model's own forward pass, one optimizer of all parameters,
+torch's clipping, and tensors allocated by torch.
 
-`full` shares homes, slots and the executor with what is verified. What is wrong in these is wrong in both: a weight that began
-off a cache line, norms of two types that were added up in another order.
+`full` shares homes, slots and the executor with the verified run, so a mistake in these would be in both: a weight that was not
+aligned to a cache line, norms of two types that were added up in another order.
 """
 
 import copy
@@ -27,11 +27,11 @@ from seqpart.schedule.phase import Phase, PhaseKind
 
 
 class Unlike(Exception):
-    """A plain loop is another training for a reason of its own, which is the message."""
+    """A plain loop would train differently, for the reason in the message."""
 
 
 def why_not(session: Run) -> str:
-    """What keeps a run and a plain loop from being compared, in words; "" if nothing does."""
+    """Returns why a run and a plain loop cannot be compared; "" if they can."""
     if session.prepared.chain.tile:
         return "layers in tiles have gradients that are added up in another order"
     return "" if len(session.prepared.plan.partitions) == 1 else "it takes as much memory as --reference full"
@@ -71,7 +71,7 @@ def train_plainly(session: Run, model: object, updates: int) -> dict[tuple[int, 
 
 
 def _filled(session: Run, model: object) -> tuple[nn.Module, dict[int, dict[str, torch.Tensor]]]:
-    """A copy of the model with the weights that the run begins with, and its tensors by block and name."""
+    """Returns a copy of the model with the run's initial weights, and its tensors by block and name."""
     chain = session.prepared.chain
     plain: Any
     try:
@@ -96,7 +96,7 @@ def _filled(session: Run, model: object) -> tuple[nn.Module, dict[int, dict[str,
 
 
 def _initial(session: Run, chain: Sequence[Block]) -> Iterator[dict[str, torch.Tensor]]:
-    """Of each block the tensors that it begins with, in memory of their own."""
+    """Yields copies of each block's initial tensors."""
     store = session.homes.store
     for block in chain:
         if block.home not in store:
@@ -109,7 +109,7 @@ def _initial(session: Run, chain: Sequence[Block]) -> Iterator[dict[str, torch.T
 
 
 def _updates(session: Run, phase: Phase) -> Iterator[Iterator[Batch]]:
-    """The micro-batches of each update of a phase; those of one are to be taken before the next."""
+    """Yields the micro-batches of each update of a phase; consume those of one before the next."""
     boundaries = session.homes.boundaries
     rows = boundaries.entering(phase.enters, 0)
     with closing(
@@ -132,7 +132,7 @@ def _updates(session: Run, phase: Phase) -> Iterator[Iterator[Batch]]:
 
 
 def _back_propagate(session: Run, plain: nn.Module, judge: PartitionLoss, batches: Iterator[Batch]) -> float:
-    """Gradients of one update. Returns what they are yet to be multiplied by."""
+    """Computes the gradients of one update. Returns the factor that they are still to be multiplied by."""
     device, form, counted, rows = session.device, session.planner.train.form, 0.0, 1
     becomes = session.prepared.input_layout.becomes or session.prepared.input_layout.dtype
     for batch in batches:

@@ -1,4 +1,4 @@
-"""One way to train for `verify`: some updates and an evaluation, seen by digests, and nothing that stays."""
+"""One way to train for `verify`: some updates and an evaluation, recorded as digests, without results on disk."""
 
 import gc
 import shutil
@@ -29,21 +29,21 @@ from seqpart.units import format_size
 from seqpart.verify.answers import STATE, VALUE, Answers, Digests, Key, Space
 
 _EVALUATED = 256
-"""Rows, at most: an evaluation that differs does so in its first rows."""
+"""Most rows of an evaluation: one that differs does so in its first rows."""
 
 
 @dataclass(kw_only=True)
 class Variant:
-    """One way to train, planned and ready; each `run` begins anew, with the weights that the model came with."""
+    """One planned way to train; each `run` starts from the model's initial weights."""
 
     name: str
     method: str
     planner: Planner
     prepared: ExecutionPlan
     limit: int
-    """What its runs are held to: the user's limit, or more."""
+    """Limit of its runs in bytes: the user's, or more."""
     peak: int = 0
-    """Measured in the last run."""
+    """Measured peak of the last run."""
 
     @classmethod
     def planned(cls, name: str, trainer: Trainer, train: object, *, reuse: Plan | None = None) -> Self:
@@ -56,7 +56,7 @@ class Variant:
         return cls(name=name, method=plan.method, planner=planner, prepared=prepared, limit=plan.limit)
 
     def run(self, digests: Digests, reporter: Reporter, *, falsify: bool = False) -> None:
-        """Train until `digests` have seen enough. Nothing stays on the disk."""
+        """Trains until `digests` has recorded enough. Leaves nothing on disk."""
         began, recorder = time.perf_counter(), _Recorder(digests, self.prepared.phases, self.limit)
         with self.session(recorder.observer, falsify=falsify) as session:
             recorder.record(session)
@@ -65,12 +65,12 @@ class Variant:
         self.tell(reporter, time.perf_counter() - began, seen)
 
     def tell(self, reporter: Reporter, seconds: float, seen: str) -> None:
-        """A line of what it took."""
+        """Reports its peak in a line."""
         reporter.say(f"  {self.name:<9}  {self.method:<12}  peak {format_size(self.peak):>8}  {seconds:6.1f} s{seen}")
 
     @contextmanager
     def session(self, observer: Observer | None = None, *, falsify: bool = False) -> Iterator[Run]:
-        """Inside, a run that has not begun. Its peak is known behind it."""
+        """Yields a run that has not started; afterwards its peak is known."""
         planner = self.planner
         prepared = replace(self.prepared, plan=replace(self.prepared.plan, limit=self.limit))
         sampler = Sampler(MemoryUsage(planner.device), limit=self.limit)
@@ -95,12 +95,12 @@ def prepared_to_verify(trainer: Trainer, train: object, *, reuse: Plan | None = 
 
 
 class _Recorder:
-    """Shows a run to `digests`: its updates as they come, and what the last of them left."""
+    """Passes a run's updates, and its final state, to `digests`."""
 
     def __init__(self, digests: Digests, phases: Sequence[Phase], limit: int) -> None:
         self._digests, self._phases, self._limit = digests, phases, limit
         self._goes_on = True
-        """Whether another update would follow."""
+        """True if another update would follow."""
 
     @property
     def observer(self) -> Observer:
@@ -124,7 +124,7 @@ class _Recorder:
         )
 
     def record(self, session: Run) -> None:
-        """Run it until its digests have seen enough, and then over some rows in evaluation."""
+        """Runs until its digests are complete, and then evaluates some rows."""
         with session.limited(), session.interrupts:
             session.run_stages()
             if not self._digests.found:  # nothing is loaded any more: there is room to read the homes
@@ -136,7 +136,7 @@ class _Recorder:
                 self._digests.evaluation = session.test
 
     def _see_homes(self, session: Run) -> None:
-        """What the last update left. Of optimizer state nothing is kept where no update would follow."""
+        """Records the final homes; there is no optimizer state if no update would follow."""
         store = session.homes.store
         for block in session.prepared.chain:
             for home, kind in ((block.home, VALUE), (block.state_home, STATE))[: 2 if self._goes_on else 1]:
@@ -150,12 +150,12 @@ class _Recorder:
 
 
 _REFUSALS = 10
-"""Draws for each plan that is wanted: some the model refuses, or come to what is known already."""
+"""Draws per wanted plan: some are refused by the model, or equal known ones."""
 
 
 def drawn_plans(limited: Variant, trainer: Trainer, train: object, count: int) -> tuple[Variant, ...]:
-    """At most `count` ways to train that differ in their answers from `limited` and from each other, in all the memory that
-    `trainer` has. The seed of the run draws them, so that they come again."""
+    """Returns up to `count` ways to train whose answers differ from `limited` and from each other, within the memory of
+    `trainer`. They are drawn with the run's seed, and so are repeatable."""
     with closing(prepared_to_verify(trainer, train)) as planner:
         found = enumerate(_drawn(limited.prepared.plan, planner, count), 1)
         return tuple(Variant.of(f"plan {number}", planner, prepared) for number, prepared in found)
@@ -191,7 +191,7 @@ def _space(plan: Plan, planner: Planner) -> Space:
 
 
 def agreed(limited: Variant, first: Digests, other: Variant, reporter: Reporter) -> Digests:
-    """What `other` was seen to do. Raises VerifyMismatch where a bit is not that of the limited run."""
+    """Runs `other` and returns its digests. Raises VerifyMismatch if a bit differs from the limited run."""
     digests = Digests(first.steps, expected=first.seen)
     other.run(digests, reporter)
     if digests.first is not None:

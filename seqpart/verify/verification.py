@@ -50,29 +50,29 @@ from seqpart.verify.variant import Variant, agreed, drawn_plans
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """What `verify` returns: both ways gave the same bits, and a wrong replay did not go unnoticed."""
+    """Result of `verify`: all bits were equal, and a wrong replay was noticed."""
 
     method: str
     reference: str
     steps: int
     plan: Plan
-    """The one under the limit."""
+    """The plan under the limit."""
     peak: int
     """Measured under the limit, in bytes."""
     tensors: int
     comparisons: int
     digest: str
-    """Of all that was compared."""
+    """Digest of everything that was compared."""
     caught: str
     """The first tensor in which the wrong replay was noticed."""
     cuts: tuple[int, ...] = ()
-    """Other numbers of partitions that gave the same bits."""
+    """Other numbers of partitions with the same bits."""
     divided: str = ""
-    """What another micro-batch gave, in words."""
+    """Result with smaller micro-batches, as text."""
     plans: tuple[Plan, ...] = ()
-    """Others that gave the same bits."""
+    """Other plans with the same bits."""
     unlike: str = ""
-    """Why no plain loop was compared, in words."""
+    """Why no plain loop was compared; "" if one was."""
 
     def __str__(self) -> str:
         return (
@@ -91,9 +91,9 @@ def verify(
     *, steps: int = 3, reference: str = "full", reuse: Plan | None = None, sweep: int = 0,
     reporter: Reporter | None = None, **options: Any,
 ) -> Agreement:  # fmt: skip
-    """Train `model` for `steps` updates under the limit, by `reference` and with other cuts, and compare every bit.
+    """Trains `model` for `steps` updates under the limit, by `reference` and with other cuts, and compares every bit.
 
-    An evaluation behind them is compared too, and the losses of smaller micro-batches, which agree but for rounding.
+    An evaluation after them is compared too, and the losses of smaller micro-batches, which agree except for rounding.
     model, train, loss, optimizer, options: as `Trainer` and its `fit` take them; `method` is "streamed" if it is left
     out, or that of the plan to `reuse`, which is verified as it is. sweep: so many other plans are compared, too, as they are
     drawn by the seed. Modules that were given alive get back the weights that they came with.
@@ -130,7 +130,7 @@ def _compared(
     limited: Variant, trainer: Callable[..., Trainer], train: object, steps: int, reference: str, sweep: int,
     reporter: Reporter, kept: Path, model: object,
 ) -> Agreement:  # fmt: skip
-    """`kept` is the file for a tensor that differs."""
+    """Compares the runs. kept: file for a tensor that differs."""
     whole = _whole(limited)
     other = _reference(limited, trainer(**whole, method=reference), train)
     reporter.say(_announced(limited, other, steps))
@@ -173,7 +173,7 @@ def _compared(
 def _compare_with_plain_loop(
     limited: Variant, whole: Variant, model: object, first: Digests, reporter: Reporter, kept: Path
 ) -> str:
-    """Why they were not compared, in words; "" where they have the same bits. Raises VerifyMismatch."""
+    """Returns why they were not compared; "" if their bits are equal. Raises VerifyMismatch."""
     began = time.perf_counter()
     try:
         with whole.session() as session, session.limited(), session.interrupts:
@@ -201,7 +201,7 @@ def _compare_with_plain_loop(
 
 
 def _compare_evaluations(limited: Variant, other: Variant, first: Digests, second: Digests) -> None:
-    """Raises VerifyMismatch where they differ by more than the rounding of kernels that find rows lying otherwise."""
+    """Raises VerifyMismatch if they differ by more than kernels round for another memory layout of the rows."""
     one, two = first.evaluation, second.evaluation
     close = one is not None and two is not None and _near(one[0], two[0], _CLOSE_EVALUATION) and one[1] == two[1]
     if not close:
@@ -212,7 +212,9 @@ def _compare_evaluations(limited: Variant, other: Variant, first: Digests, secon
 
 
 def _other_cuts(limited: Variant, first: Digests, variant: Callable[..., Variant], reporter: Reporter) -> tuple[int, ...]:
-    """In two partitions, and one for every block: what a block makes of an input that begins a graph shows at its cut."""
+    """Compares cuts into two partitions and into single blocks, where blocks show that treat inputs without a graph otherwise.
+
+    Returns the numbers of partitions with the same bits."""
     blocks, cut = len(limited.prepared.chain), len(limited.prepared.plan.partitions)
     counts = tuple(sorted({2, blocks} - {cut}))
     for count in counts:
@@ -231,9 +233,9 @@ def _other_cuts(limited: Variant, first: Digests, variant: Callable[..., Variant
 
 
 def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[..., Variant], reporter: Reporter) -> str:
-    """A half and a quarter of the micro-batch, in words. Sums are added in another order there: losses agree but for rounding.
+    """Compares a half and a quarter of the micro-batch, whose losses agree except for rounding. Returns the result as text.
 
-    Raises VerifyMismatch where the first update's losses agree and later ones do not: its gradients were weighed otherwise.
+    Raises VerifyMismatch if the first update's losses agree and later ones do not: its gradients were weighted differently.
     """
     micro_batch, starts = limited.prepared.plan.partitions[0].micro_batch, limited.prepared.plan.starts
     narrow = limited.planner.settings.autocast is not None
@@ -255,7 +257,7 @@ def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[...
             if not _near(one, two, close):
                 raise VerifyMismatch(
                     f"micro-batches of {micro_batch} and of {size} differ: the mean loss of {number} update(s) is {one:.6g} "
-                    f"and {two:.6g}, though that of the first is the same. The loss is not weighed as the whole batch would be,"
+                    f"and {two:.6g}, though that of the first is the same. The loss is not weighted as in the whole batch,"
                     " or a block uses a buffer in training that every micro-batch changes."
                 )
         alike.append(str(size))
@@ -265,7 +267,7 @@ def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[...
 
 
 _CLOSE, _CLOSE_NARROW, _CLOSE_EVALUATION = 1e-3, 5e-2, 1e-4
-"""Of losses. Updates amplify rounding; bfloat16 rounds at 4e-3; an evaluation starts from equal weights."""
+"""Tolerances of losses. Updates amplify rounding; bfloat16 rounds at 4e-3; an evaluation starts from equal weights."""
 
 
 def _near(one: float, other: float, close: float) -> bool:
@@ -276,7 +278,7 @@ def _near(one: float, other: float, close: float) -> bool:
 
 
 def _method_for(reuse: Plan, options: dict[str, Any]) -> str:
-    """One that takes all answers of a plan again."""
+    """Returns the method that uses all answers of a plan again."""
     if options.get("method", "auto") not in ("auto", reuse.method):
         raise OptionError(f"--plan: that plan is by method {reuse.method}. Leave --method {options['method']} out.")
     return "auto"
@@ -324,14 +326,14 @@ def _refuse_plan(limited: Variant, steps: int, reference: str, reuse: Plan | Non
 
 
 def _whole(limited: Variant) -> dict[str, Any]:
-    """The settings of what is compared with: the same micro-batches, in all the memory that there is."""
+    """Returns the settings of the reference: the same micro-batches, with all available memory."""
     device = limited.planner.device
     available = min(device.total_memory(), MemoryUsage(device).read() + device.free_memory())
     return {"mem_limit": available, "micro_batch_size": limited.prepared.plan.micro_batch, "partitions": "auto"}
 
 
 def _reference(limited: Variant, trainer: Trainer, train: object) -> Variant:
-    """Raises DoesNotFit where there is no room for it: then there is nothing to compare with."""
+    """Returns the reference. Raises DoesNotFit if there is no room for it."""
     try:
         found = Variant.planned("reference", trainer, train)
     except DoesNotFit as error:
@@ -375,7 +377,7 @@ def _agreement(limited: Variant, other: Variant, digests: Digests, caught: str) 
 
 
 def _told(limited: Variant, other: Variant, key: Key, first: Digests, again: Digests) -> str:
-    """What differs, by how much, and whether the model repeats itself at all."""
+    """Describes the difference, its size, and whether the model is repeatable at all."""
     if again.seen.get(key) == first.seen.get(key):
         cause = (
             f"{limited.method} gave the same bits when it was run again: what is computed a second time is not what was "

@@ -1,5 +1,5 @@
-"""Data sets by name: `digits`, `mnist`, `idx:DIR`, ... Each comes as a pair of Splits that open their files anew for
-every pass, so that none of them stays in memory while a model trains."""
+"""Data sets by name: `digits`, `mnist`, `idx:DIR`, ... Each is a pair of Splits that open their files for every pass, so that
+they do not stay in memory during training."""
 
 import gzip
 import importlib.util
@@ -36,7 +36,7 @@ def load(
     name: str, *, data_dir: Path | None = None, download: bool = False, image_size: int | None = None,
     context: int | None = None, augment: images.Augmentation | None = None, tokenizer: Path | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """(training, test) data; None where there is no test set. tokenizer: the directory of one, for hf-text:FILE.
+    """Returns (training, test) data; None for a missing test set. tokenizer: its directory, for hf-text:FILE.
 
     Raises DataError for missing or damaged files, OptionError for unknown names.
     """
@@ -84,7 +84,7 @@ def load(
 
 
 def digits() -> tuple[Split, Split]:
-    """scikit-learn's 1,797 handwritten digits, 8 x 8 pixels, from 0 to 1; every fifth row is a test row."""
+    """Returns scikit-learn's 1,797 handwritten digits, 8 x 8 pixels, from 0 to 1; every fifth row is a test row."""
     table = _digits_table()
     x, y = torch.from_numpy(table[:, :64]).to(torch.float32) / 16, torch.from_numpy(table[:, 64]).to(torch.int64)
     return every_fifth(x, y)
@@ -112,7 +112,7 @@ def _split(name: str, x: torch.Tensor, y: torch.Tensor) -> Split:
 
 
 def _mnist(name: str, data_dir: Path | None, download: bool) -> tuple[Split, Split]:
-    """MNIST and its kin in torchvision's own directories. torchvision fetches; reading with it would hold a set whole."""
+    """Returns MNIST and similar sets from torchvision's directories. Reading with torchvision would load a whole set."""
     if data_dir is None:
         raise OptionError(
             f"--data {name} needs --data-dir, the directory that holds (or, with --download, will hold) the files."
@@ -138,12 +138,12 @@ def _fetch(name: str, data_dir: Path) -> None:
 
 
 def _idx(folder: Path, asked: str, *, prefix: str = "", turn: bool = False) -> tuple[Split, Split]:
-    """MNIST-like files `*train*images*idx3-ubyte`, `*test*` or `t10k*`, plain or .gz; images (1, rows, columns), 0 to 1.
+    """Reads files `*train*images*idx3-ubyte`, `*test*` or `t10k*`, plain or .gz, as images (1, rows, columns) from 0 to 1.
 
-    turn: the images lie on their side in the files, as EMNIST's do.
+    turn: the images in the files are transposed, as EMNIST's are.
     """
     if not folder.is_dir():
-        raise DataError(f"{asked}: expected the files in {folder}, and there is no such directory.")
+        raise DataError(f"{asked}: expected the files in {folder}, but there is no such directory.")
     parts = []
     for title, words in (("training", ("train",)), ("test", ("test", "t10k"))):
         images, labels = (_idx_file(folder, prefix, words, kind, asked) for kind in ("images", "labels"))
@@ -222,7 +222,7 @@ def _exactly(file: BinaryIO, size: int, path: Path) -> bytes:
 
 
 def _ended(file: BinaryIO, path: Path) -> None:
-    """Also makes gzip compare its checksum."""
+    """Raises DataError unless the file ends here. Reading past its end also makes gzip compare the checksum."""
     try:
         more = file.read(1)
     except (OSError, EOFError, zlib.error) as error:
@@ -269,7 +269,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _npz_rows(path: Path, name: str) -> "tuple[tuple[int, ...], np.dtype[Any], Callable[[], Iterator[Array]]]":
-    """(shape, type, a function that streams the rows of one array): numpy.load would hold them all."""
+    """Returns (shape, type, a function that streams the rows of one array): numpy.load would hold them all."""
 
     def opened(archive: zipfile.ZipFile) -> "tuple[IO[bytes], tuple[int, ...], bool, np.dtype[Any]]":
         file = archive.open(f"{name}.npy")

@@ -1,10 +1,10 @@
-"""`folder:DIR`: images as directories of them, split as the names say or by every fifth image.
+"""`folder:DIR`: images in one directory per class, split by directory names or by every fifth image.
 
     DIR/train/CLASS, DIR/val/CLASS    the splits that there are
     DIR/CLASS                         every fifth image of all is a test row
 
-A directory of splits that is taken for one of classes trains a network that tells training rows from test rows, and finds
-that easy. So splits are known by many names, and what looks like splits and is not is refused.
+Splits mistaken for classes would train a network to tell training rows from test rows. So splits are recognized by many
+names, and directories that only look like splits are refused.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ TEST = (
 )  # fmt: skip
 """The first of these that holds classes is the test split."""
 _RESIZED_BY = ", as --image-size 64 does"
-"""What helps where images are of several sizes."""
+"""Cure in errors about images of several sizes."""
 
 
 def load(folder: Path, image_size: int | None) -> tuple[Any, Any]:
-    """(training, test) sets of images (3, height, width) from 0 to 1.
+    """Returns (training, test) sets of images (3, height, width) from 0 to 1.
 
     Raises DataError where there is no such directory, where classes of the test split are unknown, and for directories that
     look like splits and are not.
@@ -45,7 +45,7 @@ def load(folder: Path, image_size: int | None) -> tuple[Any, Any]:
 
 
 def splits_of(folder: Path, kind: str) -> tuple[Path, Path] | None:
-    """(training, test) directories; None where the directories are classes."""
+    """Returns (training, test) directories; None if the directories are classes."""
     inside = directories(folder)
     named = {path.name.lower(): path for path in inside}
     train = [named[name] for name in TRAINING if name in named]
@@ -70,7 +70,7 @@ def splits_of(folder: Path, kind: str) -> tuple[Path, Path] | None:
 
 
 def _shared_names(holding: dict[Path, list[str]]) -> tuple[Path, Path, str] | None:
-    """Two directories, and the name of a directory that both hold."""
+    """Returns two directories, and the name of a directory in both."""
     seen: dict[str, Path] = {}
     for path, names in holding.items():
         for name in names:
@@ -108,12 +108,12 @@ def _images(path: Path, image_size: int | None) -> Any:
 
 
 def _is_image(path: str) -> bool:
-    """A pipe would make us wait, whatever its name."""
+    """True for a regular file with an image's suffix: a pipe would block."""
     return path.lower().endswith(IMAGES) and Path(path).is_file()
 
 
 def _numbered_as(train: Any, test: Any, train_path: Path, test_path: Path) -> list[int]:
-    """Labels of `test` by the class numbers of `train`: each directory alone is numbered by its own names."""
+    """Returns labels of `test` with the class numbers of `train`; each directory numbers its own names."""
     unknown = sorted(set(test.classes) - set(train.classes))
     if unknown:
         raise DataError(

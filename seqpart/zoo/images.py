@@ -1,4 +1,4 @@
-"""`imagefolder:DIR`: files of images in directories that are their classes, read anew in every epoch, with augmentation.
+"""`imagefolder:DIR`: image files in one directory per class, read again in every epoch, with augmentation.
 
     imagenet   a random part of 8 to 100 % of the image, of a form from 3:4 to 4:3, resized to a square, and a flip; tests: the
                middle of the image, 224 of 256 parts of its shorter side (He et al. 2016, section 3.4)
@@ -31,13 +31,13 @@ _AREA, _FORM = (0.08, 1.0), (3 / 4, 4 / 3)
 _TRIES = 10
 _BORDER = 4
 _SHOWN = 224 / 256
-"""Of the shorter side, in tests."""
+"""Share of the shorter side that is shown in tests."""
 
 Change = Callable[[Any], Any]
 
 
 def load(folder: Path, image_size: int | None, augment: Augmentation | None) -> tuple["Images", "Images"]:
-    """(training, test) images (3, size, size). Raises DataError as `folders.load` does."""
+    """Returns (training, test) images (3, size, size). Raises DataError as `folders.load` does."""
     if not folder.is_dir():
         raise DataError(f"--data imagefolder:{folder}: no such directory.")
     kind = augment or "imagenet"
@@ -67,7 +67,7 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _listed(folder: Path, classes: Sequence[str]) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
-    """(names below `folder`, as bytes: a million paths as objects would be 130 MB; class numbers)."""
+    """Returns (names below `folder` as bytes, since a million path objects would take 130 MB; class numbers)."""
     names, labels = list[bytes](), list[int]()
     for label, name in enumerate(classes):
         below = folder / name
@@ -89,7 +89,7 @@ class Images:
     """Map-style: (image (3, height, width) of float32, class)."""
 
     read_anew = True
-    """Whether or not it augments: as floats an image takes many times its file."""
+    """Read again even without augmentation: as floats an image takes many times its file."""
 
     def __init__(
         self, folder: Path, names: Any, labels: Any, change: Change, scale: tuple[tuple[float, ...], tuple[float, ...]] | None
@@ -99,7 +99,7 @@ class Images:
 
     @property
     def samples(self) -> list[tuple[str, int]]:
-        """The file and the class of each."""
+        """(file, class) of each image."""
         return [(str(self._folder / name.decode()), int(label)) for name, label in zip(self._names, self.targets, strict=True)]
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class Images:
 
 
 def _changes(kind: str, size: int | None) -> tuple[Change, Change]:
-    """(of training images, of test images)."""
+    """Returns (the transform of training images, of test images)."""
     if kind == "none" or size is None:
         return _resized(size), _resized(size)
     if kind == "cifar":
@@ -140,7 +140,7 @@ def _cropped(size: int) -> Change:
 
 
 def random_box(width: int, height: int) -> tuple[int, int, int, int]:
-    """A random part of an image, (left, top, right, bottom), from Python's generator."""
+    """Returns a random crop (left, top, right, bottom), drawn from Python's generator."""
     for _ in range(_TRIES):
         area = width * height * random.uniform(*_AREA)
         form = math.exp(random.uniform(*map(math.log, _FORM)))

@@ -27,7 +27,7 @@ class Made:
     model: nn.Module
     weights: Path | None = None
     partial: bool = False
-    """Whether the weights have tensors that the model has not."""
+    """True if the weights may have tensors that the model lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Asked:
 
 
 def made(library: str, name: str, asked: Asked) -> Made:
-    """torchvision:NAME and timm:NAME; hf:DIR as its config.json says, with the weights that lie beside it, if there are any.
+    """Returns the model torchvision:NAME or timm:NAME, or hf:DIR by its config.json, with the weights beside that, if any.
 
     Raises OptionError for an unknown name, a library that is missing, and where theirs refuses.
     """
@@ -61,7 +61,7 @@ def made(library: str, name: str, asked: Asked) -> Made:
 
 
 def _empty_or_whole(build: Callable[[], nn.Module], empty: bool) -> nn.Module:
-    """Without memory if it is to be `empty`; whole where a model looks at its own values when it is built."""
+    """Builds the model on the meta device if `empty`, unless its constructor reads its own values."""
     if empty:
         try:
             with parameters_on_meta():
@@ -128,7 +128,7 @@ def _transformers(name: str, asked: Asked) -> Made:
 
 
 def _lacks(model: nn.Module, folder: Path) -> bool | None:
-    """Whether the model lacks some of the tensors in the folder; None where those are not all of the model's."""
+    """True if the folder has tensors that the model lacks; None if it does not have all of the model's."""
     try:
         files = WeightFiles(folder)
     except OptionError:
@@ -202,7 +202,7 @@ def _tried(what: str, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def called(name: str, option: str) -> Any:
-    """What the function that `package.module:function` names returns; the current directory is searched too.
+    """Calls the function `package.module:function`, also from the current directory, and returns its result.
 
     Raises OptionError, naming `option`, where there is none and where the user's code fails.
     """

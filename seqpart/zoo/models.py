@@ -14,7 +14,7 @@ from seqpart.model import SeparableLinear
 WIDTH = 2048
 GPT_WIDTH, GPT_DEPTH, GPT_HEADS = 256, 4, 4
 STATE_PER_PARAMETER = 16
-"""Bytes of plain training with Adam in float32: weight, gradient and two moments."""
+"""Bytes per parameter of plain training with Adam in float32: weight, gradient and two moments."""
 
 
 class ResidualBlock(nn.Module):
@@ -26,7 +26,7 @@ class ResidualBlock(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def hidden_layers(self) -> list[Hidden]:
-        """Its neurons, each of which adds to its own place of x: relu gives zeros for the zeros of others."""
+        """Returns its neurons, each of which adds to its own element of x: relu maps the zeros of others to zeros."""
         return [Hidden(units=self.linear.out_features, rows=(Side("linear"),), placed=True)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ def mlp(inputs: int, classes: int, *, width: int = WIDTH, depth: int) -> list[Ca
 
 
 def depth_for(limit: int, inputs: int, classes: int, width: int = WIDTH) -> int:
-    """The least depth at which the full training state is twice `limit` bytes."""
+    """Returns the smallest depth at which the full training state is twice `limit` bytes."""
     ends = inputs * width + 3 * width + 2 * width + width * classes + classes
     block = width * width + 3 * width
     needed = -(-2 * limit // STATE_PER_PARAMETER)
@@ -62,7 +62,7 @@ def depth_for(limit: int, inputs: int, classes: int, width: int = WIDTH) -> int:
 
 
 class TokenEmbedding(nn.Module):
-    """Tokens (R, T) to (R, T, W): what each is, and where it stands."""
+    """Token and position embedding, (R, T) to (R, T, W)."""
 
     def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def hidden_layers(self) -> list[Hidden]:
-        """Its heads, and the neurons between the two linear layers of its MLP."""
+        """Returns its heads, and the neurons between the two linear layers of its MLP."""
         size = self.mixed.in_features // self.heads
         heads = Hidden(
             units=self.heads, rows=(Side("qkv", 3, size),), columns=(Side("mixed", 1, size),), counts=("heads",), alone=True
@@ -131,7 +131,7 @@ def gpt(
 Factory = Callable[[], nn.Module]
 _KERNEL = 5
 LEAST_SIDE = 16
-"""Pixels of an image of which two convolutions and poolings leave something."""
+"""Smallest image in pixels per side that survives two convolutions and poolings."""
 
 
 def _convolution(channels: int, kernels: int, *, flat: bool = False) -> nn.Module:
@@ -140,7 +140,7 @@ def _convolution(channels: int, kernels: int, *, flat: bool = False) -> nn.Modul
 
 
 def _dense(inputs: int, outputs: int, groups: int) -> nn.Module:
-    """groups 1: a linear layer; else a separable one."""
+    """Returns a linear layer for groups 1, else a separable one."""
     linear = nn.Linear(inputs, outputs) if groups == 1 else SeparableLinear(inputs, outputs, groups)
     return nn.Sequential(linear, nn.ReLU())
 

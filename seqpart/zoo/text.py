@@ -14,13 +14,13 @@ from seqpart.errors import DataError, OptionError
 
 CONTEXT = 128
 MOST_CHARACTERS = 1 << 15
-"""Different ones: each costs an output and a row of the embedding, and a token must fit int16."""
+"""Most different characters: each costs an output and a row of the embedding, and a token must fit int16."""
 _PIECE = 1 << 16
-"""Characters at once: a few numbers of 8 bytes each are made of every one."""
+"""Characters processed at once: each takes a few temporaries of 8 bytes."""
 
 
 def load(path: Path, context: int | None = None) -> tuple[Split, Split]:
-    """(training, test): windows of `context` characters side by side; the last tenth of the text is the test split.
+    """Returns (training, test): windows of `context` characters side by side; the last tenth of the text is the test split.
 
     Raises DataError for a file that is no UTF-8 text, too short, or of too many different characters.
     """
@@ -31,7 +31,7 @@ def load(path: Path, context: int | None = None) -> tuple[Split, Split]:
 
 
 def context_of(asked: int | None, what: str) -> int:
-    """What --context says, or its default. Raises OptionError."""
+    """Returns --context, or its default. Raises OptionError."""
     context = CONTEXT if asked is None else asked
     if context < 1:
         raise OptionError(f"--context: expected {what} from 1 up; found {context}.")
@@ -43,18 +43,18 @@ def refuse_short(path: Path, count: int, context: int, what: str) -> None:
     if count <= 10 * context:
         raise DataError(
             f"{path}: {count} {what}s are too few for rows of {context}: the last tenth is the test split, and a row needs the "
-            f"{what} behind it too. Give at least {10 * context + 1} {what}s, or a smaller --context."
+            f"next {what} too. Give at least {10 * context + 1} {what}s, or a smaller --context."
         )
 
 
 def splits_of(tokens: torch.Tensor, context: int) -> tuple[Split, Split]:
-    """(training, test): the last tenth of the tokens is the test split."""
+    """Returns (training, test): the last tenth of the tokens is the test split."""
     first_of_test = len(tokens) * 9 // 10
     return _windows("training", tokens[:first_of_test], context), _windows("test", tokens[first_of_test:], context)
 
 
 def vocabulary(path: Path) -> str:
-    """The file's characters in order: token i stands for the i-th."""
+    """Returns the file's different characters in order: token i is the i-th."""
     return "".join(map(chr, _looked_through(path)[0]))
 
 
@@ -68,7 +68,7 @@ def _windows(name: str, tokens: torch.Tensor, context: int) -> Split:
 
 
 def _looked_through(path: Path) -> "tuple[np.ndarray[tuple[int], np.dtype[np.uint32]], int]":
-    """(code points of the different characters, rising; number of characters)."""
+    """Returns (sorted code points of the different characters, number of characters)."""
     if not path.is_file():
         raise DataError(f"--data text:{path}: no such file.")
     found: set[str] = set()
@@ -86,7 +86,7 @@ def _looked_through(path: Path) -> "tuple[np.ndarray[tuple[int], np.dtype[np.uin
 
 
 def pieces(path: Path) -> Iterator[str]:
-    """The text of a file, some characters at a time. Raises DataError for what is no UTF-8, or cannot be read."""
+    """Yields the text of a file in pieces. Raises DataError if it is not UTF-8, or cannot be read."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             while piece := file.read(_PIECE):

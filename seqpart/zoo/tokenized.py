@@ -20,11 +20,11 @@ Encode = Callable[[str], list[int]]
 
 _FILE = "tokenizer.json"
 _LONGEST = 1 << 20
-"""Characters of a line from which on it is cut where a word ends."""
+"""Characters of a line after which it is cut at the end of a word."""
 
 
 def load(path: Path, folder: Path | None, context: int | None = None) -> tuple[Split, Split]:
-    """(training, test): windows of `context` tokens side by side; the last tenth of the tokens is the test split.
+    """Returns (training, test): windows of `context` tokens side by side; the last tenth of the tokens is the test split.
 
     folder: with the tokenizer. Raises OptionError for what is none, DataError for a file that is no text or too short.
     """
@@ -37,7 +37,7 @@ def load(path: Path, folder: Path | None, context: int | None = None) -> tuple[S
 
 
 def tokenizer(folder: Path | None) -> Encode:
-    """Text to tokens, as the tokenizer in `folder` has it: its tokenizer.json, or whatever transformers reads there.
+    """Returns the function from text to tokens of the tokenizer in `folder`: its tokenizer.json, or what transformers reads.
 
     Raises OptionError where there is none, or no library for it.
     """
@@ -55,7 +55,7 @@ def tokenizer(folder: Path | None) -> Encode:
 
 
 def _of_file(path: Path) -> Encode:
-    """Without transformers, whose import takes 100 MB of the limit."""
+    """Reads tokenizer.json without transformers, whose import takes 100 MB of the limit."""
     from tokenizers import Tokenizer
 
     found = Tokenizer.from_file(str(path))
@@ -83,7 +83,7 @@ def _tokens(path: Path, encode: Encode) -> torch.Tensor:
 
 
 def _whole_lines(path: Path) -> Iterator[str]:
-    """The text in pieces that end with a line, or, where lines are very long, with a word."""
+    """Yields the text in pieces that end with a line, or a word if lines are very long."""
     rest = ""
     for piece in pieces(path):
         rest += piece

@@ -131,7 +131,7 @@ def hidden_in_an_object(self, x):
     ("look", "said"),
     [
         (number_of_a_tensor, r"reads a number out of a tensor.*the model \(Looks, .*test_capture\.py:\d+\)"),
-        (many_outputs, "Looks returned a tuple, of 2 tensors, and which of them is to be judged is not known"),
+        (many_outputs, "Looks returned a tuple, of 2 tensors, and it is not known which one the loss takes"),
         (named_outputs, "Looks returned a dict with depth, edges, of 2 tensors"),
         (other_calls_for_other_rows, "does other things with 6 rows than with 4"),
         (hidden_in_an_object, r"the model cannot be cut into blocks: linear\(\): argument 'bias'"),

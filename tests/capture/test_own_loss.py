@@ -258,7 +258,7 @@ class NoLoss(Shifted):
         (Moving, "goes with a buffer that its forward changes"),
         (Learning, "the loss takes scale, which is the model's"),
         (Several, "computes its loss from what 2 layers returned"),
-        (NoLoss, "returned a dict in which the loss is not to be told"),
+        (NoLoss, "returned a dict in which the loss cannot be identified"),
         (Dense, "takes no `labels`"),
         (lambda: nn.Sequential(nn.Linear(7, 11)), "a list of blocks computes no loss"),
     ],

@@ -144,7 +144,7 @@ OPTIONS = {
     # Data.
     "--data imagenet": "--data: expected digits, mnist; package.module:function; found 'imagenet'",
     "--data npz:": "--data: expected; found 'npz:'",
-    "--data idx:nowhere": "--data idx:nowhere: expected the files in nowhere, and there is no such directory",
+    "--data idx:nowhere": "--data idx:nowhere: expected the files in nowhere, but there is no such directory",
     "--data idx:empty": "--data idx:empty: expected a file with train and images in its name; found none",
     "--data idx:two": "--data idx:two: two holds several sets; Give a directory with one of them",
     "--data idx:mismatch": "has 40 images; has 39 labels; the numbers must be equal",
@@ -267,7 +267,7 @@ def test_without_a_limit_the_command_says_what_is_missing(capsys):
         (["--weight-decay", "little"], "--weight-decay: expected a number; found 'little'."),
         (["--widht", "3"], "unknown option(s): --widht. Did you mean --width? --help shows all."),
         (["--quiet", "yes"], "found 'yes', which belongs to no option. Give --NAME VALUE; --help shows all."),
-        (["--seed", "-3", "--lr"], "--lr: expected a value behind it; found none. --help shows what it takes."),
+        (["--seed", "-3", "--lr"], "--lr: expected a value after it; found none. --help shows what it takes."),
     ],
     ids=str,
 )

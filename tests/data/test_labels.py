@@ -273,8 +273,8 @@ def test_an_npz_file_may_have_vectors_as_labels(tmp_path):
 
 def test_the_page_about_labels_runs_as_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs/labels.md").read_text()
-    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    (snippet,) = (found for found in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "unet" in found)
     exec(snippet, {})
     assert 0 < float(capsys.readouterr().out.splitlines()[-1]) < 1
 

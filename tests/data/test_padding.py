@@ -325,10 +325,10 @@ DATA = {
     "without padding, by name": (None, by_name, "expected rows of shape.*input_ids.*padding=seqpart.Padding"),
     "without padding, a pair": (None, in_pairs, "expected rows of shape.*padding=seqpart.Padding"),
     "a longer row": (
-        Padding(4), by_name, "training data: input_ids has a row of [56] places, and padding makes 4.*length of [56] or more"
+        Padding(4), by_name, "training data: expected rows of input_ids of at most 4 places.*found one of [56]"
     ),
     "a name that says nothing": (Padding("longest"), nameless, "seen has rows of several lengths.*values=.'seen': 0"),
-    "no such name": (Padding({"input_id": 8}), by_name, "of input_id, and there is only attention_mask, input_ids, labels"),
+    "no such name": (Padding({"input_id": 8}), by_name, "attention_mask, input_ids, labels; found padding for input_id"),
     "a place": (Padding("longest"), by_place, "input 1 has rows of several lengths.*values=.1: 0"),
 }  # fmt: skip
 
@@ -348,7 +348,9 @@ def test_a_batch_that_cannot_be_padded_is_refused_and_the_session_goes_on(tmp_pa
     with Trainer(made(), None, "sgd", padding=Padding(LONGEST), **options).session(batches[0]) as session:
         session.step(batches[0])
         longer = by_name([Texts(longest=9)[index] for index in range(BATCH)])
-        with pytest.raises(DataError, match=r"the batch: input_ids has a row of 8 places.*length of 8 or more"):
+        with pytest.raises(
+            DataError, match=r"the batch: expected rows of input_ids of at most .* places.*found one of 8.*length of 8 or more"
+        ):
             session.step(longer)
         session.step(batches[1])
         found = session.state_dict()

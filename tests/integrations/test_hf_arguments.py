@@ -88,7 +88,7 @@ def test_an_optimizer_that_cannot_be_taken_is_refused_in_words(words, tmp_path):
 
 REFUSED_ROWS = {
     "have no attention_mask that tells which tokens only fill them": (uneven(mask=False), collate),
-    "train_dataset: a batch has no labels behind the collator, only input_ids": (
+    "train_dataset: the collator returned a batch without labels, only input_ids": (
         [{"input_ids": row["input_ids"]} for row in little_rows()], None,
     ),
     "no column has the name of an argument of the model's forward": ([{"text": "a"}] * 4, None),
@@ -201,5 +201,5 @@ def test_a_callback_cannot_use_the_model_while_it_is_empty(what, tmp_path):
         little_model(), arguments(tmp_path), train_dataset=little_rows(), eval_dataset=little_rows(8), callbacks=[callback],
         method="full",
     )  # fmt: skip
-    with pytest.raises(OptionError, match=f"{what}: the model is empty while it trains"):
+    with pytest.raises(OptionError, match=f"{what}: the model is empty during training"):
         trainer.train()

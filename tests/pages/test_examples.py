@@ -109,7 +109,7 @@ def test_a_resnet_learns_images_from_an_npz_file(options, tmp_path):
     colours = 60 + 120 * np.eye(3)[:, :, None, None]
     images = np.clip(colours[labels] + random.normal(0, 30, (500, 3, 16, 16)), 0, 255).astype(np.uint8)
     np.savez(tmp_path / "train.npz", images=images, labels=labels)
-    # Of 4 channels directions of uniform colours may by chance lie too near for 40 updates (docs/objectives.md, In doubt).
+    # Of 4 channels directions of uniform colours may by chance lie too near for 40 updates (docs/objectives.md, few channels).
     out = run("cifar_resnet.py", tmp_path, "train.npz", "--width", 8, "--depth", 1, "--epochs", 10, *options)
     assert "violations 0" in out
     assert float(out.split("\naccuracy ")[1].split(",")[0]) > 0.9

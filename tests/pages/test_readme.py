@@ -22,7 +22,7 @@ from tests.command import ENVIRONMENT, SMALL, call, end, refused, start
 from tests.pages import test_recipes
 
 ROOT = Path(__file__).parents[2]
-MADE = {"trust", "models", "what_fits", "pnn", "objectives", "ist", "ist_paper", "psl", "index"}
+MADE = {"trust", "models", "options", "what_fits", "pnn", "objectives", "ist", "ist_paper", "psl", "index"}
 """Pages with results, most of them written by a benchmark."""
 PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem not in MADE)]
 TEXT = "\n".join(page.read_text() for page in PAGES)
@@ -38,6 +38,7 @@ LESS = {"2048": "32", "* 20": "* 2"}
 """What is made smaller in the snippets that train large networks."""
 
 MAIN_JOB = "python -m seqpart.train --mem-limit 2GB"
+EXACT_JOB = f"{MAIN_JOB} --method auto"
 SCHEDULE = (
     "python -m seqpart.train --mem-limit 1GB --width 256 --depth 4 --partitions 2 --batch-size 512 --dry-run --print-schedule"
 )
@@ -55,6 +56,7 @@ PROFILE = "python tools/profile_memory.py --mem-limit 620MB"
 
 HOW = {
     MAIN_JOB: "planned; two minutes as printed: tools/watch.py runs it for the table",
+    EXACT_JOB: "planned (slow)",
     SCHEDULE: "run as printed",
     OTHER_SCHEDULE: "run, in place of the same options of the command before it",
     IST: "run smaller by test_ist_models",
@@ -182,7 +184,9 @@ def options(command):
     return words[3:]
 
 
-@pytest.mark.parametrize("command", [MAIN_JOB, pytest.param(SAVED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "command", [MAIN_JOB, *(pytest.param(command, marks=pytest.mark.slow) for command in (EXACT_JOB, SAVED))]
+)
 def test_a_job_of_the_readme_is_planned(command, here, capsys):
     ran = call(capsys, *options(command), "--dry-run")
     assert ran.code == 0, ran.err

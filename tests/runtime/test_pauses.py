@@ -323,5 +323,5 @@ def test_options_of_an_optimizer_that_are_changed_are_refused(way, method, tmp_p
         if update == 2:
             held[-1].param_groups[0]["weight_decay"] = 0.0
 
-    with pytest.raises(OptionError, match=r"param_groups.* were changed while a run has the model.*lr_schedule"):
+    with pytest.raises(OptionError, match=r"param_groups.* were changed during a run.*lr_schedule"):
         trained(net(), method, way, touch, tmp_path, optimizer=build)

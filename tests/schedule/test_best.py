@@ -111,7 +111,7 @@ def test_training_ends_behind_so_many_evaluations_without_a_better_one(values, p
     found = fit(arm, "early", values, eval_every=2, early_stopping=patience, best_by="min:given", reporter=reporter)
     so_many = fit(arm, "so many", [0] * 9, max_steps=updates)
     assert found.weights.read_bytes() == so_many.weights.read_bytes() and found.test_loss == so_many.test_loss
-    said = [text for text in reporter.said if "training ends behind update" in text]
+    said = [text for text in reporter.said if "training ends after update" in text]
     assert len(said) == (updates < 9) and all(f"update {updates}: early stopping: {patience}" in text for text in said)
 
 

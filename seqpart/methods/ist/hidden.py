@@ -1,7 +1,7 @@
-"""Hidden layers of a chain: units that may be divided among parts, and the tensors that they are rows or columns of.
+"""Finds a chain's hidden layers: the units that can be divided among parts, and the tensors whose rows or columns they are.
 
-Found by walking through linear layers, normalisations and elementwise activations, as blocks of their own or inside
-nn.Sequential; a module of another kind says by a method `hidden_layers` which it has:
+It walks through linear layers, normalisations and elementwise activations, as blocks of their own or inside nn.Sequential. A
+module of another kind declares its hidden layers with a method:
 
     def hidden_layers(self) -> list[Hidden]: ...
 """
@@ -35,16 +35,16 @@ class Hidden:
 
     units: int
     rows: tuple[Side, ...]
-    """Modules that give the units: linear layers, and normalisations over them."""
+    """Modules that output the units: linear layers, and normalisations over them."""
     columns: tuple[Side, ...] = ()
-    """Linear layers that take them, and whose outputs nothing normalises before they are added to something."""
+    """Linear layers whose inputs are the units, and whose outputs are not normalised before they are added to something."""
     counts: tuple[str | Side, ...] = ()
     """Attributes that hold the number of units, or before x units x after of them."""
     placed: bool = False
-    """Whether what the rows give keeps its width, with zeros for units of other parts: what comes behind it must give zeros for
-    zeros, and be added to something."""
+    """True if the output of `rows` keeps its full width, with zeros for the units of other parts: what follows must map zeros
+    to zeros, and be added to something."""
     alone: bool = False
-    """Whether units are dealt one by one and never in groups, as attention heads are."""
+    """True if units are assigned one by one and never in groups, as attention heads are."""
 
 
 class Spot(NamedTuple):
@@ -63,7 +63,7 @@ class HiddenLayer:
     rows: tuple[Spot, ...]
     columns: tuple[Spot, ...]
     summed: frozenset[tuple[int, str]]
-    """Of the columns, (block, path) of those whose sums nothing normalises."""
+    """(block, path) of the `columns` whose sums are not normalised."""
     counts: tuple[Spot, ...] = ()
     placed: bool = False
     alone: bool = False
@@ -80,7 +80,7 @@ class _Leaf(NamedTuple):
 
 
 def hidden_layers(modules: Sequence[nn.Module]) -> list[HiddenLayer]:
-    """Of a chain of such modules, in order. Raises ModelError, naming the blocks, for hidden layers that nothing normalises."""
+    """Returns the hidden layers of a chain of `modules`, in order. Raises ModelError for those without a normalisation."""
     leaves = [leaf for number, module in enumerate(modules) for leaf in _leaves(*wrapped(module), number)]
     found = [layer for leaf in leaves for layer in _declared(leaf)]
     bare = []
@@ -104,7 +104,7 @@ def hidden_layers(modules: Sequence[nn.Module]) -> list[HiddenLayer]:
 
 
 def _refuse_listeners(modules: Sequence[nn.Module], layers: Sequence[HiddenLayer]) -> None:
-    """Narrow copies of layers are others, to which nobody listens; and a layer is divided once."""
+    """Raises ModelError for layers with hooks, which their narrow copies would not have, and for layers divided twice."""
     columns = [(spot.block, spot.side.path) for layer in layers for spot in layer.columns]
     rows = [(spot.block, spot.side.path) for layer in layers for spot in layer.rows]
     for block, path in (*rows, *columns):
@@ -116,8 +116,7 @@ def _refuse_listeners(modules: Sequence[nn.Module], layers: Sequence[HiddenLayer
 
 
 def wrapped(module: nn.Module) -> tuple[nn.Module, str]:
-    """(what a block is about, its path in the block): a block that was cut out of a whole model may say that all it does is to
-    call one of its modules."""
+    """Returns (module, path in the block) of the one module that a block only wraps, else (`module`, "")."""
     path = getattr(module, "wraps", None)
     return (module.get_submodule(path), path) if isinstance(path, str) else (module, "")
 
@@ -151,7 +150,7 @@ def _declared(leaf: _Leaf) -> Iterator[HiddenLayer]:
 
 
 def _refuse_declared(leaf: _Leaf, hidden: object) -> None:
-    """Raises ModelError, naming the block, for what is no Hidden or does not fit the module."""
+    """Raises ModelError, naming the block, if `hidden` is not a Hidden or does not fit the module."""
     if not (isinstance(hidden, Hidden) and hidden.rows and all(isinstance(s, Side) for s in (*hidden.rows, *hidden.columns))):
         raise ModelError(f"{leaf}: hidden_layers() must return Hidden with rows of Side; found {hidden!r:.200}.")
     inside = dict(leaf.module.named_modules())
@@ -173,12 +172,12 @@ def _counted(attribute: str | Side) -> Side:
 
 
 def kind_of(module: nn.Module) -> str:
-    """Of the very type, so that what a library is known for is looked for without importing it."""
+    """Returns the qualified name of the module's type, so that a library's types are known without importing it."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _of_library(module: nn.Module) -> list[Hidden]:
-    """Of transformers' blocks whose code is known: heads, where nothing goes over all of them, and the neurons of the MLP."""
+    """Returns the hidden layers of known transformer blocks: heads, unless a layer spans all of them, and the MLP's neurons."""
     if kind_of(module) == "torchvision.models.vision_transformer.EncoderBlock":
         return _perceptron(module, "mlp.0", "mlp.3")
     if type(module) is nn.TransformerEncoderLayer:
@@ -202,7 +201,7 @@ def _of_library(module: nn.Module) -> list[Hidden]:
 
 
 def _perceptron(module: nn.Module, first: str, second: str) -> list[Hidden]:
-    """None where these are other layers, as adapters or convolutions of 1 x 1."""
+    """Returns the hidden layer between two linear layers; none if these are others, such as adapters or 1 x 1 convolutions."""
     if not (_is_linear(module.get_submodule(first)) and _is_linear(module.get_submodule(second))):
         return []
     units = module.get_submodule(first).out_features
@@ -210,12 +209,12 @@ def _perceptron(module: nn.Module, first: str, second: str) -> list[Hidden]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Of the very type: what is derived from it may do something else."""
+    """True for exactly nn.Linear: a subclass may do something else."""
     return type(module) is nn.Linear
 
 
 def _until_linear(leaves: Sequence[_Leaf], first: int) -> list[_Leaf] | None:
-    """What stands between linear layer number `first` and the next one, if all of it treats units alike; else None."""
+    """Returns the leaves between linear layer number `first` and the next one if all of them act on each unit; else None."""
     units, between = leaves[first].module.out_features, list[_Leaf]()
     for leaf in leaves[first + 1 :]:
         module = leaf.module
@@ -228,7 +227,7 @@ def _until_linear(leaves: Sequence[_Leaf], first: int) -> list[_Leaf] | None:
 
 
 def _width(module: nn.Module) -> int | None:
-    """Units that a normalisation goes over."""
+    """Returns the number of units that a normalisation spans."""
     if isinstance(module, nn.BatchNorm1d):
         return module.num_features
     shape: Sequence[int] = getattr(module, "normalized_shape", ())

@@ -6,7 +6,7 @@ B. Yuan et al., "Distributed Learning of Fully Connected Neural Networks using I
     TRAIN   each subnet for J updates on its own rows, back through all of it                                section 2.1
     MERGE   they are put back without collisions; what all of them have is averaged                          section 2.1
 
-and behind the last round mean and deviation of the whole network's neurons over some training rows          section 2.2
+and after the last round mean and deviation of the whole network's neurons over some training rows           section 2.2
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from seqpart.schedule.rounds import Rounds
 
 
 def _moved(phase: Phase, by: int) -> Phase:
-    """The same phase of partitions that have numbers larger by so many."""
+    """Returns the same phase with `by` added to all partition numbers."""
 
     def moved(partitions: frozenset[int]) -> frozenset[int]:
         return frozenset(p + by for p in partitions)
@@ -36,7 +36,7 @@ def _moved(phase: Phase, by: int) -> Phase:
 
 
 def _statistics(work: Workload) -> Iterator[Phase]:
-    """The whole network's, partition after partition up to the last that has any, each from the outputs of those before."""
+    """Yields the passes that recompute BatchNorm's running statistics, one partition of the whole network after the other."""
     subnets, size = work.subnets, work.partitions[0].micro_batch
     assert subnets is not None
     for p in range(subnets.observed):
@@ -47,7 +47,7 @@ def _statistics(work: Workload) -> Iterator[Phase]:
 
 
 def _tests(work: Workload) -> Iterator[Phase]:
-    """Of the whole network, partition after partition."""
+    """Returns the passes of the test rows through the whole network, one partition after the other."""
     assert work.subnets is not None
     whole = work.subnets.whole
     alike = replace(work, partitions=work.partitions[:1] * whole, one_value=True)
@@ -63,7 +63,7 @@ class IstMethod(Method):
     """Rounds are counted from the first epoch on."""
 
     def phases(self, work: Workload) -> Phases:
-        """`work.partitions` are those of one subnet."""
+        """Returns all rounds: SPLIT, the subnets in turn, MERGE. `work.partitions`: those of one subnet."""
         subnets = work.subnets
         assert subnets is not None
         split = Phase(

@@ -1,4 +1,4 @@
-"""Linear layers of a part that stand for those of the whole network."""
+"""Linear layers of a part, in place of the whole network's."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class PartialSum(nn.Module):
-    """A linear layer that sees the units of one of `parts` parts: x (..., its units) -> (..., out).
+    """A linear layer over the units of one of `parts` parts: x (..., its units) -> (..., out).
 
     Its sum stands for that of all parts, so that the whole network's is their mean: ResIST's 1 / S of a residual, applied in
     the part instead, so that the whole network is the user's own, unchanged.

@@ -1,8 +1,8 @@
-"""SPLIT and MERGE: homes of parts are cut out of the whole's, and put back, in one pass from the first byte to the last.
+"""SPLIT and MERGE: copies the whole network's homes into those of its parts and back, in one sequential pass over the bytes.
 
-A home is never whole in memory: some rows of it are, and a piece of each part's. What is cut goes to one part and comes back
-from it; a place that no part has, where a row of one part meets a column of another, stays as it is. What is not cut goes to
-all parts, and their mean comes back.
+Only some rows of a home are in memory at a time, with a piece of each part's. A cut element belongs to one part and comes back
+from it; an element of no part, where a row of one meets a column of another, stays as it is. An uncut tensor goes to all parts,
+and their mean comes back.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,17 +23,16 @@ from seqpart.store.store import Store
 from seqpart.store.streams import Sink, Source
 
 WHOLE, PART = 1 << 20, 1 << 18
-"""Bytes of a whole home, and of each part's, that are in memory at a time; more, where one row has more."""
+"""Bytes of the whole home, and of each part's, that are in memory at a time; one row, if that is more."""
 
 CutOf = Callable[[str], Cut]
-"""What parts have of the tensor of that name."""
+"""Name of a tensor -> the axes along which it is divided."""
 Units = Sequence[Sequence[Ints]]
-"""Of each part, its units of each hidden layer."""
+"""Units by part and hidden layer."""
 
 
 def buffer_bytes(layouts: Sequence[Layout], parts: int) -> int:
-    """Memory of moving homes of such layouts, one at a time, to so many parts or back: streams, some rows, what is picked of
-    them, and the places of units."""
+    """Returns the memory that moving homes of these layouts takes, one at a time, to `parts` parts or back."""
     rows = max((_row_bytes(spec) for layout in layouts for spec in layout.specs), default=0)
     longest = max((max((*spec.shape, 1)) for layout in layouts for spec in layout.specs), default=1)
     whole = aligned_bytes(WHOLE)
@@ -44,8 +43,7 @@ def split(
     store: Store, whole: str, names: Sequence[str], layouts: Sequence[Layout], cut_of: CutOf, units: Units,
     layer_of: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Cut the home `whole` into homes of `names`, one of each part. layer_of: {a part's tensor of its units' numbers: the
-    layer}."""
+    """Cuts the home `whole` into the homes `names`, one per part. layer_of: {a part's tensor of unit numbers: the layer}."""
     with ExitStack() as stack:
         source = store.source(whole, WHOLE)
         sinks = [
@@ -65,7 +63,7 @@ def split(
 
 
 def merge(store: Store, whole: str, layout: Layout, names: Sequence[str], cut_of: CutOf, units: Units) -> None:
-    """Put the homes `names` of all parts back into the home `whole`; where it has none yet, what no part has is zeros."""
+    """Puts the homes `names` of all parts back into the home `whole`; if that does not exist, elements of no part are zeros."""
     with ExitStack() as stack:
         source = store.source(whole, WHOLE) if whole in store else None
         parts = [_PartSource(store.source(name, PART), store.layout(name)) for name in names]
@@ -90,7 +88,7 @@ def merge(store: Store, whole: str, layout: Layout, names: Sequence[str], cut_of
 
 
 Rows = np.ndarray[tuple[int, int], np.dtype[Any]]
-"""Some rows of a tensor, whose elements are moved as they are: as whole numbers of as many bytes."""
+"""Some rows of a tensor; its elements are moved unchanged, as integers of the same size."""
 
 
 def _chosen(cut: Cut, units: Sequence[Ints]) -> tuple[Ints | None, Ints | None]:
@@ -99,7 +97,7 @@ def _chosen(cut: Cut, units: Sequence[Ints]) -> tuple[Ints | None, Ints | None]:
 
 
 def _shape(spec: TensorSpec) -> tuple[int, int]:
-    """As rows x columns; of a tensor that does not lie row by row, as it lies."""
+    """Returns the shape as rows x columns; a tensor that is not contiguous is one column, in the order of its memory."""
     return (spec.shape[0], prod(spec.shape[1:])) if spec.shape and spec.stride is None else (prod(spec.shape), 1)
 
 
@@ -112,7 +110,7 @@ def _raw(dtype: torch.dtype) -> str:
 
 
 def _rows_of(spec: TensorSpec, source: Source | None) -> Iterator[Rows]:
-    """The tensor, some rows at a time, in memory that is used again; zeros without a source."""
+    """Yields the tensor some rows at a time, in one buffer that is reused; zeros without a source."""
     count, columns = _shape(spec)
     at_once = max(1, WHOLE // max(1, _row_bytes(spec)))
     buffer = np.zeros((min(at_once, max(1, count)), columns), _raw(spec.dtype))
@@ -130,7 +128,7 @@ def _bytes(rows: np.ndarray[Any, np.dtype[Any]]) -> memoryview:
 
 
 def _between(places: Ints, start: int, count: int) -> tuple[int, int]:
-    """Which of the ascending `places` are among `count` from `start` on."""
+    """Returns the slice of the ascending `places` that lies in start..start + count."""
     first, last = np.searchsorted(places, [start, start + count])
     return int(first), int(last)
 
@@ -158,8 +156,8 @@ def _put_back(rows: Rows, start: int, part: "_PartSource", own_rows: Ints | None
 
 
 def _average(rows: Rows, dtype: torch.dtype, parts: "Sequence[_PartSource]") -> None:
-    """The first part's and the mean of what the others differ by: equal values stay what they are, to the bit. Counters are the
-    first part's."""
+    """Sets `rows` to the parts' mean, as the first part's value plus the mean difference: equal values keep their bits.
+    Counters are the first part's."""
 
     def taken(part: "_PartSource") -> torch.Tensor:
         return torch.from_numpy(part.take(len(rows), rows.shape[1], rows.dtype).view(np.uint8)).view(dtype)
@@ -176,7 +174,7 @@ def _average(rows: Rows, dtype: torch.dtype, parts: "Sequence[_PartSource]") -> 
 
 
 class _PartSink:
-    """A part's home while it is written, with the numbers of its units where the whole has no such tensor."""
+    """A part's home while it is written; also writes the tensors of unit numbers, which the whole network does not have."""
 
     def __init__(self, sink: Sink, layout: Layout, units: Sequence[Ints], layer_of: Mapping[str, int]) -> None:
         self._sink, self._units, self._layer_of = sink, units, layer_of
@@ -209,7 +207,7 @@ class _PartSource:
         self._source, self._specs = source, iter(layout.specs)
 
     def begin(self, name: str) -> None:
-        """From here on the tensor `name` is taken; the numbers of units before it are passed over."""
+        """Starts with the tensor `name`, and skips the unit numbers before it."""
         for spec in self._specs:
             if spec.name == name:
                 return
@@ -223,15 +221,18 @@ class _PartSource:
         return found
 
     def close(self) -> None:
-        """The numbers of units that come last have no use here."""
+        """Skips the unit numbers at the end, and closes the source."""
         for spec in self._specs:
             self.take(1, spec.nbytes, np.dtype(np.uint8))
         self._source.close()
 
 
 class Parting:
-    """layouts, states: of every block of `chain`, the whole's and those of its parts. edges: of each partition, its first block
-    and the one behind its last. keeps_moments: else every round begins with moments of zero."""
+    """Splits partitions of the whole network into homes of its parts, and merges them again.
+
+    layouts, states: by block of `chain`, the whole network's and those of its parts. edges: (first block, one past the last) by
+    partition. keeps_moments: split and merge optimizer state too; if False, every round begins with moments of zero.
+    """
 
     def __init__(
         self, chain: JointChain, layouts: Sequence[Layout], states: Sequence[Layout], edges: Sequence[tuple[int, int]],
@@ -241,7 +242,7 @@ class Parting:
         self._store, self._keeps_moments = store, keeps_moments
 
     def split(self, p: int, round_: int) -> None:
-        """Whatever the homes of the parts are, they are cut out of the whole's now; also where that was begun before."""
+        """Writes the parts' homes from partition `p` of the whole network. Safe to repeat after an interruption."""
         for number in range(*self._edges[p]):
             block, (own, units) = self._chain[number], self._held(number, round_)
             homes = [self._chain[n].home for n in own]
@@ -259,7 +260,7 @@ class Parting:
                     pass
 
     def merge(self, p: int, round_: int) -> None:
-        """The parts' homes stay as they are, so that what was begun before is done again."""
+        """Writes partition `p` of the whole network from the parts' homes, which stay unchanged: safe to repeat."""
         for number in range(*self._edges[p]):
             block, (held, units) = self._chain[number], self._held(number, round_)
             own = [self._chain[n] for n in held]
@@ -271,7 +272,7 @@ class Parting:
                 merge(self._store, block.state_home, self._states[number], states, cut_of, units)
 
     def _held(self, number: int, round_: int) -> tuple[list[int], Units]:
-        """(numbers of what parts have of the whole's block, the units of these parts)."""
+        """Returns (blocks of the joint chain that hold parts of block `number`, the units of these parts)."""
         holders, units = self._parts.holders(number, round_), self._parts.units(round_)
         return [*holders.values()], [units[part] for part in holders]
 
@@ -279,7 +280,7 @@ class Parting:
         return lambda name: self._parts.cuts[number].get(name, Cut())
 
     def _cut_of_state(self, number: int, name: str) -> Cut:
-        """Of a moment that of its parameter; a count of steps is nobody's alone."""
+        """Returns the cut of an optimizer tensor: its parameter's for a moment; none for a step count, which is a scalar."""
         parameter, _, _ = name.rpartition(".")
         spec = next(spec for spec in self._states[number].specs if spec.name == name)
         return self._parts.cuts[number].get(parameter, Cut()) if spec.shape else Cut()

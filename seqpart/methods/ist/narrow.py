@@ -1,4 +1,4 @@
-"""Narrow copies of a block's module, and which rows and columns of its tensors a part has."""
+"""Narrow copies of a block's module, with the rows and columns of its tensors that belong to a part."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -34,14 +34,14 @@ class Axis(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What parts have of a tensor, looked at as rows x columns; None: all of them."""
+    """The axes along which a tensor, viewed as rows x columns, is divided among parts; None: not divided."""
 
     rows: Axis | None = None
     columns: Axis | None = None
 
 
 def template(block: Block) -> nn.Module:
-    """The block's module on the meta device. Raises ModelError where it cannot be copied."""
+    """Returns the block's module on the meta device. Raises ModelError if it cannot be copied."""
     module, tensors = block.fake(FakeMode())
     own = tensors_of(module)
     memo: dict[int, object] = {id(tensor): _like(tensor, _on_meta(tensors[name])) for name, tensor in own.items()}
@@ -60,7 +60,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A parameter, with the attributes of `tensor`, where that is one."""
+    """Returns `values`, as a parameter with the attributes of `tensor` if that is one."""
     if not isinstance(tensor, nn.Parameter):
         return values
     parameter = nn.Parameter(values, tensor.requires_grad)
@@ -69,7 +69,7 @@ def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def cuts_of(modules: Sequence[nn.Module], layers: Sequence[HiddenLayer]) -> list[dict[str, Cut]]:
-    """Of each block, the tensors that are cut, by name. Raises ModelError for tensors that do not lie row by row."""
+    """Returns the cut tensors of each block, by name. Raises ModelError for tensors that are not contiguous."""
     cuts: list[dict[str, Cut]] = [{} for _ in modules]
     for layer in layers:
         for spot in layer.rows:
@@ -108,8 +108,8 @@ def _note(cuts: dict[str, Cut], spot: Spot, name: str, **axes: Axis) -> None:
 def narrowed(
     whole: nn.Module, number: int, layers: Sequence[HiddenLayer], cuts: Mapping[str, Cut], units: Sequence[int], parts: int
 ) -> nn.Module:
-    """A copy of the block's module `whole`, on the meta device, for a part that has so many `units` of each hidden layer: its
-    tensors are zeros on the CPU, or fake ones where a mode says so."""
+    """Returns a copy of the meta module `whole` for a part with `units` units of each hidden layer. Its tensors are zeros on
+    the CPU, or fake ones under a FakeTensorMode."""
     memo: dict[int, object] = {}
     for name, tensor in tensors_of(whole).items():
         memo[id(tensor)] = _zeros(tensor, cuts.get(name, Cut()), units)
@@ -133,7 +133,7 @@ def _zeros(tensor: torch.Tensor, cut: Cut, units: Sequence[int]) -> torch.Tensor
 
 
 def _take_part(module: nn.Module, number: int, layer: HiddenLayer, units: int) -> None:
-    """Let what modules say of their sizes be the part's."""
+    """Sets the modules' size attributes to the part's."""
     for spot in layer.rows:
         if spot.block == number:
             inner, width = module.get_submodule(spot.side.path), spot.side.before * units * spot.side.after
@@ -150,7 +150,7 @@ def _take_part(module: nn.Module, number: int, layer: HiddenLayer, units: int) -
 
 
 def _replaced(module: nn.Module, number: int, layer: HiddenLayer, units: int, parts: int) -> nn.Module:
-    """The module with other linear layers in the place of those whose sums stand for all, or whose outputs keep their width."""
+    """Replaces linear layers whose sums are not normalised with PartialSum, and those that keep their width with Placed."""
     for block, path in layer.summed:
         if block == number:
             linear = module.get_submodule(path)

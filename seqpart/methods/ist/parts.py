@@ -1,10 +1,10 @@
-"""The chain of the whole network with those of its parts behind it, and what says how the ones are cut out of the other.
+"""The joint chain: the whole network's blocks, followed by those of its parts, and how the parts are cut out of the whole.
 
     blocks        0 .. B-1    B .. 2B-1    2B .. 3B-1   ...
                   the whole   part 0       part 1
 
-A part's block is the whole's with fewer units of its hidden layers, or in a section that is dealt out block by block any block
-of that section, or nothing. It has a home of its own.
+A part's block is the whole's with fewer units of its hidden layers. In a section of residual blocks that is divided block by
+block, it is any block of that section, or nothing. It has a home of its own.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ from seqpart.model.blocks import MOST_BLOCKS, Block, Chain, Factory
 
 
 class PartBlock(Block):
-    """Block `number` of the joint chain: what `part` has of the whole's block `origin`."""
+    """A block of the joint chain: the share of `part` in the whole network's block `origin`."""
 
     def __init__(
         self, part: int, origin: Block, source: Factory, whole: Chain, like: object, *, is_cut_out: bool = False
     ) -> None:
-        """like: equal for blocks of parts that have as many units. is_cut_out: whether its module returns a tuple."""
+        """like: equal for blocks of parts with equally many units. is_cut_out: true if its module returns a tuple."""
         blocks = len(whole)
         super().__init__(blocks * (1 + part) + origin.number, origin.name, source)
         self.part, self.origin, self.is_cut_out = part, origin, is_cut_out
@@ -46,12 +46,12 @@ class PartBlock(Block):
         return self.origin.kind
 
     def exported(self, name: str) -> str:
-        """Nobody writes it: only the whole's is."""
+        """Returns a placeholder: only the whole network's blocks are exported."""
         return f"{self.name}.{name}"
 
 
 def _values(whole: Chain) -> int:
-    """How many values there are between its blocks, and in front of them."""
+    """Returns the number of values between the chain's blocks, its input included."""
     return 1 + max(number for block in whole for number in block.gives)
 
 
@@ -65,22 +65,22 @@ class Parts:
     seed: int
     layers: tuple[HiddenLayer, ...]
     cuts: tuple[dict[str, Cut], ...]
-    """Of each block, what is cut, by the name of the tensor."""
+    """The cut tensors of each block, by name."""
     batch_norms: frozenset[int]
-    """Blocks with running statistics of a BatchNorm, which the whole's are not while parts are trained."""
+    """Blocks with BatchNorm running statistics, which are out of date in the whole network while its parts are trained."""
     section: Section | None = None
-    """Residual blocks that are dealt out whole."""
+    """Residual blocks that are divided as whole blocks."""
 
     def units(self, round_: int) -> list[list[Ints]]:
-        """Of each part, its units of each hidden layer in that round."""
+        """Returns the units of each hidden layer in that round, by part."""
         return _drawn(self, round_)
 
     def block_of(self, part: int, block: int) -> int:
-        """Number in the joint chain of what `part` has of the whole's `block`."""
+        """Returns the number in the joint chain of the share of `part` in the whole network's `block`."""
         return self.blocks * (1 + part) + block
 
     def holders(self, block: int, round_: int) -> dict[int, int]:
-        """{part that has something of the whole's `block` in that round: number in the joint chain of what it has}."""
+        """Returns {part with a share of the whole network's `block` in that round: the share's number in the joint chain}."""
         if self.is_dealt(block):
             assert self.section is not None
             part, place = self.section.dealt(self.seed, round_, self.count)[block]
@@ -88,21 +88,21 @@ class Parts:
         return {part: self.block_of(part, block) for part in range(self.count)}
 
     def vacant(self, block: int) -> list[int]:
-        """Numbers in the joint chain of blocks of parts that stand in the place of `block` and are nothing, in every round."""
+        """Returns the numbers in the joint chain of parts' blocks in the place of `block` that are empty in every round."""
         return [self.block_of(part, block) for part in range(self.count) if not self.has_place(part, block)]
 
     def is_dealt(self, block: int) -> bool:
         return self.count > 1 and self.section is not None and block in self.section.blocks
 
     def has_place(self, part: int, block: int) -> bool:
-        """Whether `part` has a block there at all."""
+        """True if `part` has a block in this place."""
         if not self.is_dealt(block):
             return True
         assert self.section is not None
         return self.section.blocks.index(block) < self.section.depth(part, self.count)
 
     def numbers(self, block: int) -> dict[str, int]:
-        """{tensor of a part's block that holds the numbers of its units: the hidden layer}."""
+        """Returns {name of a tensor with a part's unit numbers: the hidden layer} for one block."""
         placed = ((layer.number, spot) for layer in self.layers if layer.placed for spot in layer.rows)
         return {
             f"{spot.side.path}.{NEURONS}" if spot.side.path else NEURONS: number
@@ -112,7 +112,7 @@ class Parts:
 
     @property
     def said(self) -> list[str]:
-        """How hidden layers are divided, in words, those that are alike once."""
+        """Describes how hidden layers are divided, equal ones once."""
         found: dict[str, int] = {}
         for layer in self.layers:
             each = groups_of(layer.units, self.count, self._group_of(layer))
@@ -140,7 +140,7 @@ class Parts:
         return [[sets[part] for sets in by_layer] for part in range(self.count)]
 
     def widths_of(self, part: int) -> tuple[int, ...]:
-        """Units of each hidden layer."""
+        """Returns the number of units that `part` has in each hidden layer."""
         return tuple(widths(layer.units, self.count, self._group_of(layer))[part] for layer in self.layers)
 
 
@@ -162,7 +162,7 @@ class JointChain(Chain):
 
 
 def parted(chain: Chain, *, count: int, group: int, seed: int) -> JointChain:
-    """The joint chain, which says how it is cut. Raises ModelError or OptionError, in words, where that cannot be."""
+    """Returns the joint chain of `chain` and its parts. Raises ModelError or OptionError if it cannot be divided."""
     _refuse_whole(chain, count)
     whole = [template(block) for block in chain]
     layers = tuple(hidden_layers(whole))
@@ -177,11 +177,11 @@ def parted(chain: Chain, *, count: int, group: int, seed: int) -> JointChain:
 
 
 def _part_block(chain: Chain, parts: Parts, part: int, block: Block, module: nn.Module) -> PartBlock:
-    """What `part` has of the whole's `block`, whose module on the meta device is `module`."""
+    """Returns the share of `part` in the whole network's `block`. module: that block's module on the meta device."""
     if not parts.has_place(part, block.number):
         return PartBlock(part, block, absent, chain, absent)
     own, units = parts.cuts[block.number], parts.widths_of(part)
-    # What is alike where every factory builds the same is alike in all parts of one width.
+    # Blocks that are equal in the whole network are equal in all parts of one width.
     like = (block.same_as, units, tuple(own.items()), parts.count)
     source = partial(narrowed, module, block.number, parts.layers, own, units, parts.count)
     if parts.is_dealt(block.number):

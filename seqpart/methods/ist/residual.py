@@ -1,4 +1,4 @@
-"""Residual blocks that are dealt to parts whole, so that a part is a shallower network.
+"""Assigns residual blocks to parts as whole blocks, so that a part is a shallower network.
 
 C. Dun, C. R. Wolfe, C. M. Jermaine and A. Kyrillidis, "ResIST: Layer-Wise Decomposition of ResNets for Distributed Training"
 (2022): of a residual network only the section with most blocks is divided (the third of a ResNet's four), without its first
@@ -30,14 +30,14 @@ _BRANCHES = {
     "timm.models.resnet.BasicBlock": ("se", "bn2"),
     "timm.models.resnet.Bottleneck": ("se", "bn3"),
 }
-"""Of the blocks of libraries, the modules that may give what is added; the first that is there does."""
+"""Module whose output is the residual, by type of block; the first of the names that exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks of the chain that are alike and follow one another; each adds to its input what its module `branch` gives.
+    """Consecutive blocks of the chain that are interchangeable; each adds the output of its module `branch` to its input.
 
-    number: of what is drawn for it, as hidden layers have numbers.
+    number: keys its random permutation, as a hidden layer's number does.
     """
 
     number: int
@@ -45,11 +45,11 @@ class Section:
     branch: str
 
     def depth(self, part: int, parts: int) -> int:
-        """Blocks of that part, in every round."""
+        """Returns the number of blocks that `part` has in every round."""
         return widths(len(self.blocks), parts, 1)[part]
 
     def dealt(self, seed: int, round_: int, parts: int) -> dict[int, tuple[int, int]]:
-        """{block: (the part that has it, the block in whose place it is there)}: a part's lie in the section's first places."""
+        """Returns {block: (its part, the block whose place it takes there)}: a part fills the section's first places."""
         sets = index_sets(seed, round_, self.number, len(self.blocks), parts, 1)
         return {
             self.blocks[which]: (part, self.blocks[place])
@@ -59,9 +59,9 @@ class Section:
 
 
 def section_of(modules: Sequence[nn.Module], divided: frozenset[int], number: int) -> Section | None:
-    """The longest row of residual blocks that are alike, the last of equally long ones; None where there are no two.
+    """Returns the longest run of interchangeable residual blocks, the last of equally long ones; None if there are no two.
 
-    divided: blocks with hidden layers, which stay what they are. Raises ModelError for a `residual_branch` that is none.
+    divided: blocks with hidden layers, which are left out. Raises ModelError for an invalid `residual_branch`.
     """
     kinds = [None if block in divided else _kind(module, block) for block, module in enumerate(modules)]
     rows = [list(own) for kind, own in groupby(range(len(modules)), lambda block: kinds[block]) if kind is not None]
@@ -74,13 +74,13 @@ def section_of(modules: Sequence[nn.Module], divided: frozenset[int], number: in
 
 
 def _kind(module: nn.Module, block: int) -> object | None:
-    """Equal for residual blocks that may stand in each other's place; None for others."""
+    """Returns a key that is equal for interchangeable residual blocks; None for other blocks."""
     branch = _branch_of(module, block)
     return None if branch is None else (branch, structure_of(module, tensors_of(module)))
 
 
 def _branch_of(module: nn.Module, block: int) -> str | None:
-    """The path of what gives the residual; of a block that says so by a method, or of one that is known."""
+    """Returns the path of the module that outputs the residual: declared by `residual_branch`, or known by its type."""
     inner, prefix = wrapped(module)
     own = getattr(inner, "residual_branch", None)
     found = own() if callable(own) else _known(inner)
@@ -105,7 +105,7 @@ def _known(module: nn.Module) -> str | None:
 
 
 class _Times:
-    """A hook that multiplies what a module gives."""
+    """A forward hook that multiplies the output."""
 
     def __init__(self, factor: int) -> None:
         self.factor = factor
@@ -115,7 +115,7 @@ class _Times:
 
 
 def scaled(module: nn.Module, branch: str, parts: int) -> nn.Module:
-    """The copy `module` of a block of the section, which adds `parts` times what it would."""
+    """Returns `module` with its residual multiplied by `parts`."""
     end = module.get_submodule(branch)
     end.register_forward_hook(_Times(parts))
     end.scaled_by = parts  # type: ignore[assignment]
@@ -123,5 +123,5 @@ def scaled(module: nn.Module, branch: str, parts: int) -> nn.Module:
 
 
 def absent() -> nn.Module:
-    """In the place of a block that a part does not have."""
+    """Returns the placeholder for a block that a part does not have."""
     return nn.Identity()

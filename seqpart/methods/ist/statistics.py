@@ -1,5 +1,5 @@
-"""Running statistics of BatchNorm made anew: the mean over the batches of a pass, in which nothing else is in training. And
-buffers as they were before passes that will be done again."""
+"""Recomputes BatchNorm's running statistics as the mean over a pass's batches, with all else in eval mode; and restores buffers
+to their values before passes that are repeated."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +12,7 @@ from seqpart.model.blocks import Block
 from seqpart.model.inspection import stays
 
 Around = Callable[[Iterable[nn.Module]], AbstractContextManager[None]]
-"""A context for the forward pass of a block that consists of these modules."""
+"""Returns a context manager for the forward pass of a block with these modules."""
 
 
 def as_it_is(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -20,13 +20,13 @@ def as_it_is(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
 
 
 def observes(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm with running statistics that are to change."""
+    """True for a BatchNorm whose running statistics change in training."""
     return isinstance(module, _BatchNorm) and module.track_running_stats and not stays(module)
 
 
 @contextmanager
 def observed(modules: Iterable[nn.Module], *, anew: bool) -> Iterator[None]:
-    """Inside, BatchNorms among `modules` take the batch's own mean and deviation, and average them. anew: from here on."""
+    """Inside, BatchNorms of `modules` use the batch's own statistics and average them. anew: the average starts here."""
     norms = [module for module in modules if isinstance(module, _BatchNorm) and observes(module)]
     before = [(norm.momentum, norm.training) for norm in norms]
     for norm in norms:
@@ -45,12 +45,12 @@ _Copy = tuple[Block, str, torch.Tensor]
 
 
 class EarlierBuffers:
-    """Buffers of a partition's blocks as they were when an update began, and before a forward pass that will be done again;
-    and as a visit left them whose update belongs to a later one. The copies are its own memory."""
+    """Copies of a partition's buffers: at the start of an update, before a forward pass that is repeated, and at the end of a
+    visit whose update comes in a later one."""
 
     def __init__(self, changing: Mapping[Block, Sequence[str]], attach: Callable[[], None]) -> None:
-        """changing: names of buffers that passes may change. attach: gives the modules the buffers that they had, where they
-        put new tensors in the place of these."""
+        """changing: names of buffers that passes may change. attach: puts the modules' original buffers back if they assigned
+        new tensors."""
         self._changing, self._attach = changing, attach
         self._at_update: list[_Copy] = []
         self._before: list[_Copy] = []
@@ -60,46 +60,46 @@ class EarlierBuffers:
         self._left: list[torch.Tensor] = []
 
     def begin_visit(self) -> None:
-        """Their memory is all that has them, as that of weights that stay: keep what they are until the update is made."""
+        """Copies the buffers until the update is made: they stay on the device, so no home has their values."""
         self._at_visit = self._copied()
 
     def end_visit(self) -> None:
-        """Without an update: let them be what they were before it, or before the forward pass that will be done again."""
+        """Ends a visit without an update: restores the buffers to before it, or before the forward pass that is repeated."""
         if self._trained:  # else, as behind tests, nothing was written, and what they are may be on its way home
             self._put_back(self._at_visit or self._before)
         self.forget()
 
     def begin_update(self) -> None:
-        """Keep them as they are now, for `undo`."""
+        """Copies the buffers for `undo`."""
         self._at_update, self._is_new, self._trained = self._copied(), True, True
 
     def remember(self) -> None:
-        """A forward pass changes running statistics, and it may have to be done again: keep what they are, once."""
+        """Copies the buffers, once, before a forward pass that changes running statistics and may be repeated."""
         begun = self._at_update if self._is_new else []  # the first pass since then: they are what they were
         self._before, self._is_new = self._before or self._at_visit or begun or self._copied(), False
         self._trained = True
 
     def restore(self) -> None:
-        """Let running statistics be what they were before the forward pass that will be done again."""
+        """Restores the buffers to before the forward pass that is repeated."""
         self._put_back(self._before)
         self._before = []
 
     def undo(self) -> None:
-        """Let them be what they were when the update began, and forget what the visit left."""
+        """Restores the buffers to the start of the update, and discards what `leave` kept."""
         self._left = []
         self._put_back(self._at_update or self._at_visit or self._before)
         self.forget()
 
     def forget(self) -> None:
-        """The update is over, or the visit."""
+        """Discards the copies of this update or visit."""
         self._at_update, self._at_visit, self._before, self._trained = [], [], [], False
 
     def leave(self) -> None:
-        """Keep them as this visit made them, for the next one."""
+        """Copies the buffers at the end of this visit, for the next one."""
         self._left = [value for _, _, value in self._copied()]
 
     def come_back(self) -> None:
-        """As the last visit left them."""
+        """Restores the buffers to the end of the last visit."""
         for (block, name), value in zip(self._own(), self._left, strict=False):
             block.module.get_buffer(name).copy_(value)
         self._left = []
