@@ -28,9 +28,8 @@ from seqpart.device.opening import open_device
 from seqpart.device.simulated import SimulatedDevice
 from seqpart.errors import OptionError, SeqpartError
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.events import StepDone
 from seqpart.schedule.phase import PhaseKind
-from seqpart.schedule.steps import Verb
+from seqpart.schedule.steps import StepDone, Verb
 
 WARM_UP = 3
 """Updates that are not looked at: state that is not at home yet, kernels that are loaded."""

@@ -16,9 +16,9 @@ from benchmarks.ist_networks import Job, Subnet, blocks, order, put_back, units
 from benchmarks.objectives.tasks import Rows
 from benchmarks.psl_arm import Curve
 from seqpart import Trainer
+from seqpart.model.scheduler import rate_schedule
 from seqpart.plan.ist import OBSERVED_ROWS
-from seqpart.schedule.events import StepDone
-from seqpart.schedule.learning_rate import rate_schedule
+from seqpart.schedule.steps import StepDone
 
 ARMS = ("full", "local", "ensemble", "ist zero", "ist keep")
 SCHEDULE = "cosine"

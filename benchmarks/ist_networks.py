@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.objectives.tasks import Rows, divided, whole
 from seqpart.data.reader import windows
-from seqpart.methods.ist.indices import index_sets
+from seqpart.methods.ist.narrow import index_sets
 from seqpart.store.row_file import RowLayout
 from seqpart.zoo import datasets
 

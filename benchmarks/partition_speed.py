@@ -35,8 +35,8 @@ def seqpart_worker(folder: Path) -> None:
 
     from seqpart import Trainer
     from seqpart.report.reporter import Reporter
-    from seqpart.schedule.events import PhaseDone
     from seqpart.schedule.phase import PhaseKind
+    from seqpart.schedule.steps import PhaseDone
     from seqpart.zoo.models import mlp
 
     class Alternating(Reporter):

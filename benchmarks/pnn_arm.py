@@ -17,8 +17,8 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.data.splits import as_split
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.events import PhaseDone
 from seqpart.schedule.phase import PhaseKind
+from seqpart.schedule.steps import PhaseDone
 from seqpart.zoo import datasets
 
 CLASSES, BATCH = 47, 1410

@@ -12,8 +12,8 @@ import torch
 from seqpart import Trainer
 from seqpart.data.splits import Split, as_split, first_rows
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.events import PhaseDone
 from seqpart.schedule.phase import PhaseKind
+from seqpart.schedule.steps import PhaseDone
 from seqpart.zoo import datasets
 from seqpart.zoo.models import lenet, psnet
 

@@ -92,8 +92,8 @@ def seqpart_worker(job: Job, epochs: int, folder: Path) -> None:
 
     from seqpart import Trainer
     from seqpart.report.reporter import Reporter
-    from seqpart.schedule.events import PhaseBegun, PhaseDone
     from seqpart.schedule.phase import PhaseKind
+    from seqpart.schedule.steps import PhaseBegun, PhaseDone
 
     timed = 1 if job.cut else 0
 

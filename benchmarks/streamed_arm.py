@@ -102,9 +102,8 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.peers.networks import mean_loss
     from seqpart import Trainer
     from seqpart.report.reporter import Reporter
-    from seqpart.schedule.events import StepDone
     from seqpart.schedule.phase import PhaseKind
-    from seqpart.schedule.steps import Verb
+    from seqpart.schedule.steps import StepDone, Verb
 
     class Watch(Reporter):
         def __init__(self) -> None:

@@ -12,9 +12,9 @@ from seqpart.fields import checked_value, flag_of, joined, out_of_range, said_of
 from seqpart.methods import METHODS, methods_named
 from seqpart.methods.method import Method
 from seqpart.model.losses import LossName
+from seqpart.model.scheduler import rate_schedule
 from seqpart.schedule import lengths
 from seqpart.schedule.best import criterion_of
-from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.text import refuse_unusable
 
 

@@ -15,11 +15,8 @@ if __name__ == "__main__":
     prepare_command()  # before torch is loaded
 
 from seqpart.cli.arguments import gathered, has_flag, kept_options, options_of
-from seqpart.cli.doctor import doctor
-from seqpart.cli.job import DIGITS, Job, opened, saved_plan
-from seqpart.cli.report import reported
-from seqpart.cli.sizing import smallest_limit_named
-from seqpart.cli.verify import verified
+from seqpart.cli.commands import doctor, reported, verified
+from seqpart.cli.job import DIGITS, Job, opened, saved_plan, smallest_limit_named
 from seqpart.data.splits import Split
 from seqpart.device.device import Device
 from seqpart.device.limit import translate_oom
@@ -27,8 +24,7 @@ from seqpart.errors import DataError, Interrupted, ModelError, OptionError, Seqp
 from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.model.weight_files import MODEL
 from seqpart.plan.plan import Plan
-from seqpart.report.planning import planning_shown
-from seqpart.report.reporter import Reporter
+from seqpart.report.reporter import Reporter, planning_shown
 from seqpart.report.terminal import fitted, lasting_output, printing
 from seqpart.runtime.weight_store import refuse_small_disk, refuse_taken_places
 from seqpart.schedule.steps import steps_of, to_text

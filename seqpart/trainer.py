@@ -42,16 +42,14 @@ from seqpart.options import Options
 from seqpart.plan.ist import preparation_of
 from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
-from seqpart.report.planning import planning_shown
-from seqpart.report.reporter import Reporter, WarningsAlone, figures
+from seqpart.report.reporter import Reporter, WarningsAlone, figures, planning_shown
 from seqpart.report.trackers import load
 from seqpart.runtime.evaluation import evaluated, evaluation_settings
 from seqpart.runtime.observer import BeforeUpdate, Observer
 from seqpart.runtime.pauses import PlanAnew, let_learn
 from seqpart.runtime.result import Evaluation, Result, carry_out, with_average
 from seqpart.runtime.run import Run
-from seqpart.runtime.run_trace import traced
-from seqpart.runtime.tracking import tracked
+from seqpart.runtime.tracking import traced, tracked
 from seqpart.runtime.training_session import TrainingSession, largest_batch, loop_settings, rows_of_a_window
 from seqpart.runtime.weight_store import refuse_taken_places
 from seqpart.schedule.lengths import refuse_untested

@@ -30,7 +30,7 @@ from seqpart.plan.planner import Planner
 from seqpart.report.reporter import Reporter
 from seqpart.runtime import weight_store
 from seqpart.runtime.partition import Partition
-from seqpart.schedule.events import StepDone
+from seqpart.schedule.steps import StepDone
 from seqpart.store.direct import DirectFile
 from seqpart.train import main
 from tests import machine

@@ -8,8 +8,8 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from seqpart.cli.arguments import groups_of, help_of, split_default
+from seqpart.cli.commands import VerifyJob
 from seqpart.cli.job import Job
-from seqpart.cli.verify import VerifyJob
 from seqpart.config import IN_PYTHON, Config, hints_of
 from seqpart.fields import as_text, flags_of, metavar_of
 

@@ -22,9 +22,8 @@ from benchmarks.peers.networks import mean_loss
 def watching() -> Any:
     """A reporter that notes when each update ended."""
     from seqpart.report.reporter import Reporter
-    from seqpart.schedule.events import StepDone
     from seqpart.schedule.phase import PhaseKind
-    from seqpart.schedule.steps import Verb
+    from seqpart.schedule.steps import StepDone, Verb
 
     class Watch(Reporter):
         def __init__(self) -> None:

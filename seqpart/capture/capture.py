@@ -9,8 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from seqpart.capture.choice import blocks_of
-from seqpart.capture.cutting import Cutter
+from seqpart.capture.cutting import Cutter, blocks_of
 from seqpart.capture.inputs import Form, described, refuse_misfit, unpacked
 from seqpart.capture.own_loss import LABELS, Labels, OwnLoss, following, name_of_labels, refuse_labels_in_layers, split_off
 from seqpart.capture.program import Differs, Program, by_name, generalised, leaves

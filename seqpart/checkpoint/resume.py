@@ -10,8 +10,18 @@ import xxhash
 from msgspec import Meta
 
 import seqpart.checkpoint.manifest as manifests
-from seqpart.checkpoint.changes import Place, different, kept_words, refuse_fixed, told, trained_epochs
-from seqpart.checkpoint.identity import Layers, refuse_other_layers, refuse_other_rows, row_digests
+from seqpart.checkpoint.changes import (
+    Layers,
+    Place,
+    different,
+    kept_words,
+    refuse_fixed,
+    refuse_other_layers,
+    refuse_other_rows,
+    row_digests,
+    told,
+    trained_epochs,
+)
 from seqpart.checkpoint.manifest import Manifest, no_checkpoint
 from seqpart.checkpoint.marker import is_begun_anew
 from seqpart.checkpoint.run_directory import finish_what_was_published

@@ -21,11 +21,9 @@ from torch.utils.data import (
 )
 
 from seqpart.config import Config
-from seqpart.data.draws import generators_kept
 from seqpart.data.padding import Padding, Sizes, padded, padded_source, sizes_of_batch, sizes_of_item, tokenizer_says
-from seqpart.data.pairs import as_pair, is_pair
-from seqpart.data.source import RowTaker, Source, SourceReader, kept_type
-from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_split, spread, tested_on
+from seqpart.data.source import RowTaker, Source, SourceReader, generators_kept, kept_type
+from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_pair, as_split, is_pair, spread, tested_on
 from seqpart.data.workers import Job, Part, empty, fill
 from seqpart.errors import DataError, OptionError
 from seqpart.fields import values_of

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from seqpart.capture.inputs import is_several
-from seqpart.data.pairs import is_pair
 from seqpart.data.source import Source
-from seqpart.data.splits import Split
+from seqpart.data.splits import Split, is_pair
 from seqpart.errors import DataError, OptionError
 from seqpart.text import short
 

@@ -8,9 +8,8 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from seqpart.data.draws import SPLITS, generators_kept
 from seqpart.data.reader import Batch
-from seqpart.data.source import PIECE_BYTES, PIECE_ROWS, RowTaker, Source, SourceReader
+from seqpart.data.source import PIECE_BYTES, PIECE_ROWS, SPLITS, RowTaker, Source, SourceReader, generators_kept
 from seqpart.data.splits import Split
 from seqpart.data.workers import Job, Part, Worker, empty, fill, probed
 from seqpart.device.device import Device, Event

@@ -6,11 +6,11 @@ Rows are quantities (float32, or float64 if requested) or tokens (int64), which 
 16 bits, as in images, are quantities; those of 32 or 64 bits are tokens.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -18,10 +18,79 @@ import xxhash
 from torch.utils.data import DataLoader
 
 from seqpart.capture.inputs import PADS, Form, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
-from seqpart.data.labels import labels_of_items, labels_of_rows, plain
-from seqpart.data.pairs import as_pair, is_pair, kind_of, labels_apart
+from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
 from seqpart.errors import DataError
 from seqpart.model.losses import label_dtype
+
+
+def as_pair(data: object, said: str) -> object:
+    """Returns all rows at once as (x, y) if they are a dict of tensors with `labels`, and other data unchanged.
+
+    Raises DataError for x alone, and for a dict without labels.
+    """
+    if isinstance(data, torch.Tensor | np.ndarray):
+        raise DataError(
+            f"{said}: expected a pair (x, y) of rows and labels; found a {type(data).__name__} alone, of shape "
+            f"{tuple(data.shape)}. Give (x, y), or (x, x) where rows are to come out as they went in."
+        )
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, list) for part in data) and len(data[0]) > 2:
+        raise DataError(
+            f"{said}: expected a pair (x, y) of tensors or arrays; found two lists, of {len(data[0])} and {len(data[1])}. Give "
+            "(torch.tensor(x), torch.tensor(y))."
+        )
+    if isinstance(data, str):
+        raise DataError(f"{said}: expected a pair (x, y) of tensors or arrays, or a data set; found the text {data[:60]!r}.")
+    if hasattr(data, "columns") and hasattr(data, "iloc"):
+        raise DataError(
+            f"{said}: expected a pair (x, y) of tensors or arrays, or a data set; found a table of pandas. Give "
+            "(table[[NAME, ...]].to_numpy(), table[NAME].to_numpy())."
+        )
+    if isinstance(data, Mapping) and data and all(isinstance(name, str) for name in data):
+        if "train" in data and not {"label", "labels"} & set(data):
+            raise DataError(f"{said}: found several data sets: {', '.join(data)}. Give one of them, as data['train'].")
+        x, y = labels_apart(data, said)
+        return x, y if hasattr(y, "shape") or isinstance(y, Mapping) else np.asarray(y)
+    return data
+
+
+def labels_apart(found: Mapping[Any, Any], said: str) -> tuple[dict[Any, Any], Any]:
+    """Returns (inputs by name, labels) of a dict with `labels`, or else `label`, as data sets of Hugging Face have it."""
+    name = "label" if "labels" not in found and "label" in found else "labels"
+    if name not in found:
+        raise DataError(
+            f"{said}: expected a dict with labels beside the inputs that the model takes by name; found "
+            f"{', '.join(map(str, found)) or 'an empty one'}. Name them labels, or give a pair (x, labels)."
+        )
+    return {other: part for other, part in found.items() if other != name}, found[name]
+
+
+def is_pair(data: object) -> TypeGuard[Sequence[Any]]:
+    """True if `data` is (x, y) of all rows, or of a batch."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        return False
+    x, y = data
+    return _are_labels(y) if hasattr(x, "shape") else is_several(x) and _labels_several(x, y)
+
+
+def _are_labels(y: object) -> bool:
+    """True if `y` can be the labels of all rows, beside an x that is one tensor."""
+    return hasattr(y, "shape") or (are_several(y) and bool(y))
+
+
+def _labels_several(x: object, y: object) -> bool:
+    """True if `y` can be labels beside an x of several tensors; two items of a list may look the same, and count as items."""
+    if hasattr(y, "shape"):
+        return True
+    return isinstance(y, Mapping) and isinstance(x, Mapping) and "labels" not in x and bool(y)
+
+
+def kind_of(item: object) -> str:
+    """Returns the item's type and its shape or length, in words."""
+    shape = getattr(item, "shape", None)
+    if shape is not None:
+        return f"a {type(item).__name__} of shape {tuple(shape)}"
+    return f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, tuple | list) else "")
+
 
 ROWS_AT_ONCE = 256
 QUANTITIES = (torch.float32, torch.float64)

@@ -21,9 +21,8 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from seqpart.data.draws import SPLITS, Draws
 from seqpart.data.reader import Ints
-from seqpart.data.source import RowTaker, Source, SourceReader
+from seqpart.data.source import SPLITS, Draws, RowTaker, Source, SourceReader
 from seqpart.device.device import Device
 from seqpart.device.pages import bytes_of
 from seqpart.device.process_limits import set_mark_back

@@ -20,10 +20,12 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metr
 import seqpart.trainer
 from seqpart.data.padding import Padding
 from seqpart.errors import Interrupted, OptionError
-from seqpart.integrations import hf_data, hf_optimizers
+from seqpart.integrations import hf_arguments, hf_data
 from seqpart.integrations.hf_arguments import (
     RUN,
+    Given,
     Lengths,
+    OwnOptimizer,
     lengths_of,
     options_of,
     refuse_what_is_not_taken,
@@ -32,7 +34,6 @@ from seqpart.integrations.hf_arguments import (
 )
 from seqpart.integrations.hf_callbacks import Relay
 from seqpart.integrations.hf_data import Predictions
-from seqpart.integrations.hf_optimizers import Given, OwnOptimizer
 from seqpart.options import Options
 from seqpart.runtime.result import Result
 
@@ -251,10 +252,10 @@ class Trainer:
             )
         return self._ours
 
-    def _optimizer(self, updates: int) -> tuple[hf_optimizers.Build, hf_optimizers.Schedule]:
+    def _optimizer(self, updates: int) -> tuple[hf_arguments.Build, hf_arguments.Schedule]:
         if self._optimizers != (None, None):
-            return hf_optimizers.as_given(self._optimizers, self.model, hf_optimizers.schedule_of(self.args, updates))
-        return hf_optimizers.of_arguments(self.args, self.model, updates, self._own_optimizer)
+            return hf_arguments.as_given(self._optimizers, self.model, hf_arguments.schedule_of(self.args, updates))
+        return hf_arguments.of_arguments(self.args, self.model, updates, self._own_optimizer)
 
     def _batches(self, name: str, size: int) -> hf_data.Batches:
         config = getattr(self.model, "config", None)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from seqpart.data.draws import generators_kept
 from seqpart.data.loaders import spanned
 from seqpart.data.padding import LABELS, TOKENS, ZEROS, Key, Padding, Sizes, sizes_of_batch, tokenizer_says
+from seqpart.data.source import generators_kept
 from seqpart.errors import DataError, OptionError
 
 COLUMNS = ("labels", "label", "label_ids")

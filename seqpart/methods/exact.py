@@ -14,8 +14,7 @@ from seqpart.config import Config
 from seqpart.fields import as_text
 from seqpart.methods.method import Method, Workload, test_phases
 from seqpart.schedule.phase import Order, Phase, PhaseKind
-from seqpart.schedule.phases import Epochs, Phases
-from seqpart.schedule.pieces import training
+from seqpart.schedule.phases import Epochs, Phases, training
 
 
 def whole_network(work: Workload, *, streamed: bool) -> Phase:

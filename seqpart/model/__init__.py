@@ -1,5 +1,5 @@
 """The chain of blocks and its values, losses, optimizers, weights, tiles and quantized layers."""
 
-from seqpart.model.separable import SeparableLinear
+from seqpart.model.losses import SeparableLinear
 
 __all__ = ["SeparableLinear"]

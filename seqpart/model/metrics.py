@@ -10,8 +10,8 @@ import torch
 
 from seqpart.callbacks import MetricValue
 from seqpart.errors import Diverged, OptionError
-from seqpart.schedule.events import PhaseDone
 from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.steps import PhaseDone
 from seqpart.schema import Finite, Whole, word_of
 
 ComputeMetrics = Any

@@ -18,7 +18,7 @@ from seqpart.errors import DoesNotFit, ModelError, OptionError
 from seqpart.model.blocks import as_chain
 from seqpart.model.inspection import ACTIVATIONS, is_listened_to
 from seqpart.model.live_modules import modules_of
-from seqpart.model.separable import SeparableLinear
+from seqpart.model.losses import SeparableLinear
 
 
 class Tiled(nn.Module):

@@ -12,8 +12,7 @@ from seqpart.model.packs import DEVICE, BoundaryRouting, Tiers, Value
 from seqpart.profile.machine import Speeds
 from seqpart.profile.partition import Parting, PartitionCost
 from seqpart.schedule.phase import Phase, PhaseKind
-from seqpart.schedule.phases import Phases
-from seqpart.schedule.pieces import shortened
+from seqpart.schedule.phases import Phases, shortened
 from seqpart.schedule.progress import Progress
 from seqpart.schedule.steps import AT_HOME, START, Position, Step, Verb, steps_of
 from seqpart.store.graph_ranges import GRAPH_BUFFERS
@@ -190,7 +189,7 @@ class Simulator:
     ) -> None:  # fmt: skip
         self._phases, self._partitions, self._speeds = phases, partitions, speeds
         self._stands_for = stands_for or {}
-        """Number of equal micro-batches that one stands for, by (phase, micro-batch). See schedule/pieces.py."""
+        """Number of equal micro-batches that one stands for, by (phase, micro-batch). See schedule/phases.py."""
         self._alike = 1
         """Number of these that are held at once."""
         self._resources = resources = resources or Resources()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpart.checkpoint.marker import MARKER, latest, lives, marker_of
-from seqpart.device.timeline import MEMORY
+from seqpart.device.sampler import MEMORY
 from seqpart.errors import OptionError, in_arguments, resuming
 from seqpart.files import Folder, opened
 from seqpart.plan.plan import Plan

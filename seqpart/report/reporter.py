@@ -9,7 +9,8 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -36,10 +37,9 @@ from seqpart.report.terminal import (
     width_of,
     wrapped,
 )
-from seqpart.schedule.events import Event, PhaseBegun, PhaseDone, StepDone
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
-from seqpart.schedule.steps import Position, Verb
+from seqpart.schedule.steps import Event, PhaseBegun, PhaseDone, Position, StepDone, Verb
 from seqpart.store.direct import explained
 from seqpart.units import format_seconds, format_size
 
@@ -351,3 +351,59 @@ def plan_notes(plan: Plan) -> Iterable[str]:
     update = f" ({plan.update_seconds:.3g} s an update)" if plan.update_seconds else ""
     yield f"homes: {format_size(plan.disk_bytes)} on disk{host}; predicted time {format_seconds(plan.seconds)}{update}"
     yield from plan.reasons
+
+
+_LOGGER = logging.getLogger("seqpart.planning")
+_SHOWN = 0.1
+"""Seconds between two updates of the line on a terminal."""
+_SAID = 3.0
+"""Seconds between two plain lines; a faster plan prints nothing."""
+
+
+@contextmanager
+def planning_shown(reporter: Reporter) -> Iterator[None]:
+    """Shows progress inside, unless the reporter is quiet."""
+    if reporter.console.quiet:
+        yield
+        return
+    heard, before = _LOGGER.isEnabledFor(logging.DEBUG), (_LOGGER.level, _LOGGER.propagate)
+    line = _Line(reporter)
+    _LOGGER.addHandler(line)
+    if not heard:  # what nobody had asked for goes to our handler alone
+        _LOGGER.setLevel(logging.DEBUG)
+        _LOGGER.propagate = False
+    try:
+        yield
+    finally:
+        _LOGGER.removeHandler(line)
+        _LOGGER.setLevel(before[0])
+        _LOGGER.propagate = before[1]
+        line.clear()
+
+
+class _Line(logging.Handler):
+    def __init__(self, reporter: Reporter) -> None:
+        super().__init__()
+        self._reporter, self._file = reporter, reporter.console.file
+        self._width = width_of(reporter.console)
+        self._last = time.monotonic() - (0 if self._width is None else _SHOWN)
+        self._is_there = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now, text = time.monotonic(), f"planning: {record.getMessage()}"
+        if now - self._last < (_SAID if self._width is None else _SHOWN):
+            return
+        self._last = now
+        if self._width is None:
+            self._reporter.say(text)
+        else:
+            self._write(f"\r\x1b[2K{text[: self._width - 1]}\r")
+            self._is_there = True
+
+    def clear(self) -> None:
+        if self._is_there:
+            self._write("\r\x1b[2K")
+
+    def _write(self, text: str) -> None:
+        self._file.write(text)
+        self._file.flush()

@@ -29,9 +29,8 @@ from seqpart.runtime.boundary_io import BoundaryExchange, BoundaryIO, falsified
 from seqpart.runtime.elements import Elements
 from seqpart.runtime.graph_offload import Arrival, Graph, GraphOffload, apart_from, entering
 from seqpart.runtime.partition import Partition
-from seqpart.schedule.events import Event, PhaseBegun
 from seqpart.schedule.phase import PhaseKind, Span
-from seqpart.schedule.steps import Position, Step
+from seqpart.schedule.steps import Event, PhaseBegun, Position, Step
 
 
 @dataclass(kw_only=True, slots=True)

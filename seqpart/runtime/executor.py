@@ -22,11 +22,10 @@ from seqpart.model.scheduler import Groups
 from seqpart.runtime.compute import Compute
 from seqpart.runtime.partition import Partition
 from seqpart.runtime.slots import Slots
-from seqpart.schedule.events import StepDone
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.progress import Progress
-from seqpart.schedule.steps import AT_HOME, Lookahead, Position, Step, Verb
+from seqpart.schedule.steps import AT_HOME, Lookahead, Position, Step, StepDone, Verb
 from seqpart.store.store import Store, Transfer
 
 _CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD}

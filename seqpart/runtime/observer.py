@@ -7,8 +7,7 @@ from seqpart.model.metrics import OwnMetrics
 from seqpart.plan.planner import ExecutionPlan
 from seqpart.runtime.executor import Executor
 from seqpart.runtime.partition import Partition
-from seqpart.schedule.events import Event
-from seqpart.schedule.steps import Position, Step
+from seqpart.schedule.steps import Event, Position, Step
 from seqpart.store.movers import Watched, unwatched
 
 BeforeUpdate = Callable[[Partition, Step], None]

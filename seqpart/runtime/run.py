@@ -10,19 +10,18 @@ from typing import Any
 
 import torch
 
-from seqpart.checkpoint.identity import layers_of, row_digests
+from seqpart.checkpoint.changes import layers_of, row_digests
 from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.data.reader import ReaderThread
 from seqpart.device.device import Device
 from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
-from seqpart.device.sampler import Proof, Sampler
-from seqpart.device.timeline import MEMORY
+from seqpart.device.sampler import MEMORY, Proof, Sampler
 from seqpart.errors import Diverged, LimitExceeded
 from seqpart.interrupts import Interrupts
 from seqpart.methods.ist.moving import Parting
 from seqpart.methods.ist.parts import JointChain
 from seqpart.model.metrics import Metrics
-from seqpart.model.scheduler import Groups, Scheduler
+from seqpart.model.scheduler import Groups, Scheduler, rate_schedule
 from seqpart.plan.planner import ExecutionPlan, Planner, Stage
 from seqpart.profile.partition import state_layouts
 from seqpart.report.reporter import Reporter
@@ -39,12 +38,10 @@ from seqpart.runtime.slots import Slots
 from seqpart.runtime.watch import Watch
 from seqpart.runtime.weight_store import UNBEGUN, WeightStore, open_places
 from seqpart.schedule.best import Kept
-from seqpart.schedule.events import Event, PhaseDone
-from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import Position, steps_of
+from seqpart.schedule.steps import Event, PhaseDone, Position, steps_of
 from seqpart.settings import Settings
 from seqpart.units import format_size
 

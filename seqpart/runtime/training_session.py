@@ -18,10 +18,9 @@ from seqpart.config import MOST
 from seqpart.data.boundary_cache import FedRows
 from seqpart.data.loaders import first_batch, is_loader, kept_rows
 from seqpart.data.padding import Padding, padded
-from seqpart.data.pairs import as_pair, is_pair
 from seqpart.data.reader import WINDOW
 from seqpart.data.source import parted
-from seqpart.data.splits import Split, as_split, first_rows, said_of_labels, said_of_rows, write_rows
+from seqpart.data.splits import Split, as_pair, as_split, first_rows, is_pair, said_of_labels, said_of_rows, write_rows
 from seqpart.device.device import Device
 from seqpart.device.sampler import Proof
 from seqpart.errors import DataError, ModelError, OptionError

@@ -13,13 +13,11 @@ from seqpart.model.metrics import Metrics, MetricSinks
 from seqpart.report.reporter import Reporter
 from seqpart.runtime.executor import Executor
 from seqpart.runtime.observer import Observer
-from seqpart.schedule import events
+from seqpart.schedule import steps
 from seqpart.schedule.best import Evaluated, Evaluations, Kept, criterion_of
-from seqpart.schedule.events import PhaseDone
 from seqpart.schedule.phase import Phase, PhaseKind
-from seqpart.schedule.phases import Phases
-from seqpart.schedule.rounds import Rounds
-from seqpart.schedule.steps import Position, Verb
+from seqpart.schedule.phases import Phases, Rounds
+from seqpart.schedule.steps import PhaseDone, Position, Verb
 
 
 class Watch:
@@ -55,7 +53,7 @@ class Watch:
     def state(self) -> Kept:
         return Kept(self.evaluations.kept, (self.ending.asked, self._ends_in))
 
-    def listen(self, event: events.Event) -> None:
+    def listen(self, event: steps.Event) -> None:
         if isinstance(event, PhaseDone) and event.loss is not None:
             self._over.append(event)
 

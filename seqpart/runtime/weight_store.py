@@ -18,7 +18,7 @@ from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.splits import write_rows
 from seqpart.device.device import describe_versions
 from seqpart.device.pages import aligned, bytes_of
-from seqpart.device.timeline import MEMORY
+from seqpart.device.sampler import MEMORY
 from seqpart.errors import BadInput, CorruptFile, DiskFull, Interrupted, ModelError, shown
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import attach, bring_to_cpu, detach, layout_of, tensors_of

@@ -11,10 +11,11 @@ executor, so the three cannot drift apart. It has only ints, no torch.
 import enum
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from seqpart.callbacks import MetricValue
 from seqpart.errors import ScheduleError
 from seqpart.schedule.phase import Phase, PhaseKind
 
@@ -271,3 +272,45 @@ class Lookahead:
                     return step
                 passed.discard(step.partition)  # a second visit is another LOAD
         return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDone:
+    """One executed step: its disk traffic in bytes, and seconds. A transfer counts where it is started or waited for."""
+
+    step: Step
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseDone:
+    """One pass is over. `loss` is the mean over its rows, `accuracy` is None if the outputs are no scores of classes."""
+
+    phase: Phase
+    loss: float | None
+    """None if the partition has no loss."""
+    accuracy: float | None
+    rows: int
+    earlier: int = 0
+    """Those of `rows` from updates made before, if a run was resumed within the pass."""
+    seconds: float
+    """Seconds of the pass, without those of earlier rows."""
+    metrics: Mapping[str, MetricValue] = field(default_factory=dict)
+    """Values of the user's own metrics."""
+
+    @property
+    def rows_per_second(self) -> float:
+        return (self.rows - self.earlier) / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseBegun:
+    phase: Phase
+    number: int
+    earlier: int = 0
+    """Rows of updates made before, as in PhaseDone."""
+
+
+Event = StepDone | PhaseDone | PhaseBegun

@@ -44,8 +44,7 @@ from seqpart.store.scratch import own_folder
 from seqpart.trainer import Trainer
 from seqpart.units import format_limit, format_size
 from seqpart.verify.answers import VALUE, Answers, Digests, Key, digest_of, keep_tensor
-from seqpart.verify.plain import Unlike, train_plainly, why_not
-from seqpart.verify.variant import Variant, agreed, drawn_plans
+from seqpart.verify.variant import Unlike, Variant, agreed, drawn_plans, train_plainly, why_not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import seqpart.checkpoint.manifest as manifests
 from seqpart import Trainer
 from seqpart.capture.capture import chain_of
-from seqpart.checkpoint.identity import layers_of
+from seqpart.checkpoint.changes import layers_of
 from seqpart.errors import Interrupted, OptionError
 from tests.resuming import Stopping, ended, interrupt
 

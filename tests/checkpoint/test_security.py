@@ -33,7 +33,7 @@ ATTRIBUTES = {
 IMPORTS_BY_NAME = {"zoo.libraries", "device.compiler"}
 """Where the user's own `package.module:function` is imported, as the command line names it; and torch's own compiler."""
 
-PLAIN_YAML = {"cli.config_file"}
+PLAIN_YAML = {"cli.arguments"}
 """Where YAML is read by a SafeLoader, which makes plain values alone; test_bad_options gives it a tag that calls."""
 
 BEGINS_ANEW = {"launch.process"}

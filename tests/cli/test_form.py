@@ -9,8 +9,8 @@ import pytest
 
 from seqpart.checkpoint.run_directory import RunDirectory
 from seqpart.cli.arguments import gathered, groups_of, kept_options, options_of
+from seqpart.cli.commands import VerifyJob
 from seqpart.cli.job import Job
-from seqpart.cli.verify import VerifyJob
 from seqpart.errors import OptionError
 from seqpart.store.atomic import with_checksum, write_text
 from tests.command import call

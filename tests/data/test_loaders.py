@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedR
 
 from seqpart import Trainer
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.data.draws import Draws, generators_kept, row_order, seed_generators, seed_row
+from seqpart.data.source import Draws, generators_kept, row_order, seed_generators, seed_row
 from seqpart.device.device import Device
 from seqpart.errors import DataError, OptionError
 from tests.augmented import (

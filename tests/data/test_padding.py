@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from seqpart import Padding, Trainer
-from seqpart.data.draws import row_order
+from seqpart.data.source import row_order
 from seqpart.errors import DataError, OptionError
 from seqpart.verify.verification import verify
 from tests.resuming import Stopping, interrupt

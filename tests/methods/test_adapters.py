@@ -18,8 +18,7 @@ from seqpart.errors import ModelError, OptionError
 from seqpart.profile.blocks import measure_chain
 from seqpart.profile.partition import prefix_costs, state_layouts
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.events import StepDone
-from seqpart.schedule.steps import Verb
+from seqpart.schedule.steps import StepDone, Verb
 from tests.exactly import numbers
 
 BATCH, EPOCHS = 8, 2

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from seqpart.data.reader import windows
-from seqpart.methods.ist.indices import index_sets
+from seqpart.methods.ist.narrow import index_sets
 from seqpart.plan.prediction import predict
 from seqpart.plan.problem import parts_of
 from seqpart.plan.simulator import Resources

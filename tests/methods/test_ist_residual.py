@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from seqpart.errors import ModelError, OptionError
-from seqpart.methods.ist.indices import index_sets
+from seqpart.methods.ist.narrow import index_sets
 from seqpart.methods.ist.parts import parted
 from seqpart.model.blocks import as_chain
 from seqpart.model.tensors import tensors_of

@@ -15,7 +15,7 @@ ROOT = Path(seqpart.__file__).parent
 NAMED = {
     "config.py": {"auto", *METHODS},  # for editors and type checkers; and the headings of their options
     "cli/job.py": {"sil"},  # the command's default
-    "cli/verify.py": {"streamed", "full"},  # its defaults
+    "cli/commands.py": {"streamed", "full"},  # its defaults
     "verify/verification.py": {"streamed", "full"},
     "runtime/evaluation.py": {"streamed"},  # an evaluation trains nothing: the method that needs least
     "plan/plan.py": {"streamed"},  # how recovery is planned

@@ -13,10 +13,9 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.config import Config
 from seqpart.errors import OptionError
-from seqpart.methods import labels as labels_room
-from seqpart.methods.labels import SyntheticLabels
+from seqpart.methods import objectives
 from seqpart.methods.method import Targets
-from seqpart.methods.objectives import OBJECTIVES
+from seqpart.methods.objectives import OBJECTIVES, SyntheticLabels
 from seqpart.model.losses import token_cross_entropy
 from seqpart.profile.blocks import measure_loss
 from seqpart.zoo.models import gpt
@@ -60,7 +59,7 @@ def test_rows_that_are_drawn_when_needed_are_the_rows_that_would_be_kept(key, cl
 
 def test_rows_longer_than_what_is_drawn_at_once_are_the_same_rows(monkeypatch):
     whole = drawn(size=100).kept
-    monkeypatch.setattr(labels_room, "_AT_ONCE", 7)
+    monkeypatch.setattr(objectives, "_AT_ONCE", 7)
     assert torch.equal(drawn(size=100).kept, whole)
 
 

@@ -12,10 +12,8 @@ from seqpart.device.pages import aligned
 from seqpart.errors import ModelError, OptionError
 from seqpart.methods.ist import moving
 from seqpart.methods.ist.hidden import Hidden, Side
-from seqpart.methods.ist.indices import index_sets, widths
-from seqpart.methods.ist.modules import PartialSum, Placed
 from seqpart.methods.ist.moving import merge, split
-from seqpart.methods.ist.narrow import Cut
+from seqpart.methods.ist.narrow import Cut, PartialSum, Placed, index_sets, widths
 from seqpart.methods.ist.parts import parted
 from seqpart.model.blocks import as_chain
 from seqpart.model.tensors import layout_of, tensors_of

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import Settings, Trainer
-from seqpart.cli.verify import verified
+from seqpart.cli.commands import verified
 from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.model import SeparableLinear
 from seqpart.model.losses import LINEAR_FROM, partially_separable

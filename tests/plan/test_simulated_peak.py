@@ -21,10 +21,9 @@ from seqpart.profile.fake_mode import LiveBytes
 from seqpart.report.reporter import Reporter
 from seqpart.runtime.executor import Executor
 from seqpart.runtime.slots import Slots
-from seqpart.schedule.events import StepDone
 from seqpart.schedule.phase import PhaseKind
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import Position, Verb, parse, steps_of, to_text
+from seqpart.schedule.steps import Position, StepDone, Verb, parse, steps_of, to_text
 from seqpart.zoo.models import gpt, mlp
 from tests import exactly, forced, given, machine
 from tests.choice import only_quick

@@ -16,8 +16,8 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.checkpoint.marker import LOCK, MARKER
-from seqpart.cli.report import PAGE
-from seqpart.device.timeline import MEMORY, Timeline
+from seqpart.cli.commands import PAGE
+from seqpart.device.sampler import MEMORY, Timeline
 from seqpart.errors import Interrupted, SeqpartError
 from seqpart.report.page import Axis, Series, document, figure, thinned, ticks
 from seqpart.report.page_data import read_run
@@ -313,7 +313,7 @@ class Clock:
         self.now, self.patch = 0.0, pytest.MonkeyPatch()
 
     def instead(self):
-        self.patch.setattr("seqpart.device.timeline.time.monotonic", lambda: self.now)
+        self.patch.setattr("seqpart.device.sampler.time.monotonic", lambda: self.now)
         return self
 
     def __enter__(self):

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.report import planning, reporter
+from seqpart.report import reporter
 from seqpart.report.terminal import as_many, bar_line, plan_table, wrapped
 from seqpart.units import format_seconds
 from tests.command import ENVIRONMENT, SMALL, call, command
@@ -191,7 +191,7 @@ def test_what_a_plan_waits_for_stands_on_the_terminals_line_and_goes(tmp_path):
 def test_elsewhere_a_plan_that_takes_long_says_what_it_waits_for(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert "planning:" not in call(capsys, *SMALL, "--dry-run", "--method", "full").out
-    monkeypatch.setattr(planning, "_SAID", 0.0)
+    monkeypatch.setattr(reporter, "_SAID", 0.0)
     said = call(capsys, *SMALL, "--dry-run", "--method", "full").out
     assert "planning: block 1 of 4 is measured\n" in said
     assert "planning: the speed of the disk and of matrix products is measured\n" in said

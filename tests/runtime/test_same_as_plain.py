@@ -9,8 +9,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.data.reader import windows
 from seqpart.device.device import Device, keyed_seed
-from seqpart.methods.labels import SyntheticLabels
-from seqpart.methods.objectives import OBJECTIVES
+from seqpart.methods.objectives import OBJECTIVES, SyntheticLabels
 from seqpart.store.row_file import RowLayout
 from seqpart.zoo.models import mlp
 

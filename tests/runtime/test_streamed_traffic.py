@@ -16,8 +16,7 @@ from seqpart.plan.prediction import predict
 from seqpart.plan.problem import parts_of
 from seqpart.plan.simulator import Resources
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.events import StepDone
-from seqpart.schedule.steps import Verb
+from seqpart.schedule.steps import StepDone, Verb
 from seqpart.store.layout import LINE
 from tests import forced, machine
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.errors import OptionError
-from seqpart.schedule.learning_rate import NAMES, rate_schedule
+from seqpart.model.scheduler import NAMES, rate_schedule
 
 names = st.sampled_from(NAMES)
 warmups, totals = st.integers(0, 40), st.integers(1, 120)

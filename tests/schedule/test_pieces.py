@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from seqpart.schedule.lengths import AT_THE_END, Interval, interval_of, length_of
 from seqpart.schedule.phase import EpochSlice, Phase, PhaseKind
-from seqpart.schedule.phases import Epochs, Phases, counted, last_trainings
-from seqpart.schedule.pieces import Pieces, training
+from seqpart.schedule.phases import Epochs, Phases, Pieces, counted, last_trainings, training
 from seqpart.schedule.progress import Progress, checked
 from seqpart.schedule.steps import Position, steps_of
 

@@ -16,7 +16,7 @@ from seqpart.errors import Interrupted
 from seqpart.report import reporter
 from seqpart.report.reporter import Reporter
 from seqpart.runtime import tracking
-from seqpart.schedule.events import PhaseBegun, PhaseDone
+from seqpart.schedule.steps import PhaseBegun, PhaseDone
 from tests.report.test_tracking import heard  # noqa: F401 (a fixture)
 from tests.runtime.test_same_as_plain import data, network
 from tests.schedule.test_callbacks import Listening, fit

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.schedule.phase import EpochSlice, Phase, PhaseKind
-from seqpart.schedule.phases import Phases, counted, last_trainings
+from seqpart.schedule.phases import Phases, Rounds, counted, last_trainings
 from seqpart.schedule.progress import Progress, checked
-from seqpart.schedule.rounds import Rounds
 from seqpart.schedule.steps import Position, parse, steps_of, to_text
 
 SPLIT = Phase(kind=PhaseKind.SPLIT, partition=0, rows=1, batch=1, micro_batch=1)

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.events import PhaseDone
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
+from seqpart.schedule.steps import PhaseDone
 from tests.exactly import FULL, How, numbers
 from tests.resuming import Arm, ended
 from tests.runtime.test_exact import fresh, statistics

@@ -17,9 +17,8 @@ from seqpart.cli.job import opened
 from seqpart.errors import DoesNotFit, LimitExceeded, OutOfMemory, SeqpartError
 from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.events import StepDone
 from seqpart.schedule.phase import PhaseKind
-from seqpart.schedule.steps import Step, Verb
+from seqpart.schedule.steps import Step, StepDone, Verb
 from seqpart.trainer import Result
 
 

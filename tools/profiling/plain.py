@@ -33,9 +33,9 @@ from seqpart.model.blocks import as_chain
 from seqpart.model.losses import label_dtype, loss_named
 from seqpart.model.metrics import Metrics
 from seqpart.model.optimizers import choose
+from seqpart.model.scheduler import rate_schedule
 from seqpart.plan.inputs import limit_of
 from seqpart.report.reporter import Reporter
-from seqpart.schedule.learning_rate import rate_schedule
 from seqpart.store.row_file import RowLayout
 
 

@@ -19,8 +19,7 @@ from seqpart.errors import OptionError
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, Workload, test_phases
 from seqpart.schedule.phase import EpochSlice, Phase, PhaseKind
-from seqpart.schedule.phases import Phases
-from seqpart.schedule.rounds import Rounds
+from seqpart.schedule.phases import Phases, Rounds
 
 
 def _moved(phase: Phase, by: int) -> Phase:

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from seqpart.device.pages import PAGE, aligned_bytes
-from seqpart.methods.ist.indices import Ints
-from seqpart.methods.ist.narrow import NEURONS, Cut
+from seqpart.methods.ist.narrow import NEURONS, Cut, Ints
 from seqpart.methods.ist.parts import JointChain
 from seqpart.store.layout import Layout, TensorSpec
 from seqpart.store.store import Store

@@ -4,17 +4,82 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from seqpart.device.device import keyed_seed
 from seqpart.errors import ModelError
 from seqpart.methods.ist.hidden import HiddenLayer, Spot
-from seqpart.methods.ist.indices import Ints, places
-from seqpart.methods.ist.modules import PartialSum, Placed
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.fake_mode import FakeMode
 from seqpart.store.layout import lies_dense
+
+
+class PartialSum(nn.Module):
+    """A linear layer over the units of one of `parts` parts: x (..., its units) -> (..., out).
+
+    Its sum stands for that of all parts, so that the whole network's is their mean: ResIST's 1 / S of a residual, applied in
+    the part instead, so that the whole network is the user's own, unchanged.
+    """
+
+    def __init__(self, linear: nn.Linear, parts: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.parts = linear.weight, linear.bias, parts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x * self.parts, self.weight, self.bias)
+
+
+class Placed(nn.Module):
+    """A linear layer that has some of `width` neurons, and gives zeros for the others: x (..., in) -> (..., width)."""
+
+    neurons: torch.Tensor
+
+    def __init__(self, linear: nn.Linear, width: int, units: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.width = linear.weight, linear.bias, width
+        self.register_buffer("neurons", torch.zeros(units, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y.new_zeros((*y.shape[:-1], self.width)).index_copy(-1, self.neurons, y)
+
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+def groups_of(units: int, parts: int, group: int) -> int:
+    """Returns the number of groups of `group` units, if that divides `units` and gives every part one; else `units`."""
+    return units // group if units % group == 0 and units // group >= parts else units
+
+
+def widths(units: int, parts: int, group: int) -> tuple[int, ...]:
+    """Returns the units of each part: equal in every round, as even as groups allow; the first parts have one group more."""
+    groups = groups_of(units, parts, group)
+    each = units // groups
+    return tuple(each * (groups // parts + (part < groups % parts)) for part in range(parts))
+
+
+def index_sets(seed: int, round_: int, layer: int, units: int, parts: int, group: int) -> tuple[Ints, ...]:
+    """Returns the units of each part, ascending: a partition of all of them."""
+    groups = groups_of(units, parts, group)
+    order = np.random.default_rng(keyed_seed(seed, "subnets", round_, layer)).permutation(groups)
+    each, sets, first = units // groups, [], 0
+    for width in widths(units, parts, group):
+        own = np.sort(order[first : first + width // each])
+        sets.append((own[:, None] * each + np.arange(each)).reshape(-1))
+        first += len(own)
+    return tuple(sets)
+
+
+def places(units: Ints, count: int, before: int, after: int) -> Ints:
+    """Returns the indices of `units`, of `count`, on an axis of before x count x after, such as (q, k, v) x heads x size."""
+    whole = (np.arange(before)[:, None] * count + units)[:, :, None] * after + np.arange(after)
+    return whole.reshape(-1)
+
 
 NEURONS = "neurons"
 """The tensor of a part that says which units it has: the whole network has none such."""

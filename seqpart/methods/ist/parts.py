@@ -16,8 +16,7 @@ from torch import nn
 
 from seqpart.errors import ModelError, OptionError
 from seqpart.methods.ist.hidden import HiddenLayer, hidden_layers
-from seqpart.methods.ist.indices import Ints, groups_of, index_sets, widths
-from seqpart.methods.ist.narrow import NEURONS, Cut, cuts_of, narrowed, template
+from seqpart.methods.ist.narrow import NEURONS, Cut, Ints, cuts_of, groups_of, index_sets, narrowed, template, widths
 from seqpart.methods.ist.residual import Section, absent, scaled, section_of
 from seqpart.methods.ist.statistics import observes
 from seqpart.model.blocks import MOST_BLOCKS, Block, Chain, Factory

@@ -20,7 +20,7 @@ from torch import nn
 
 from seqpart.errors import ModelError
 from seqpart.methods.ist.hidden import kind_of, wrapped
-from seqpart.methods.ist.indices import index_sets, widths
+from seqpart.methods.ist.narrow import index_sets, widths
 from seqpart.model.inspection import is_listened_to, structure_of
 from seqpart.model.tensors import tensors_of
 
