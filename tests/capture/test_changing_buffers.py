@@ -166,7 +166,7 @@ def test_what_tests_change_is_changed_by_every_method_as_in_a_plain_loop(options
     torch.manual_seed(1)
     first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     Trainer(
-        model, None, "sgd", lr=0.1, mem_limit="1GB", batch_size=8, micro_batch_size=8, epochs=2, shuffle=False, quiet=True,
+        model, None, "sgd", lr=0.1, mem_limit="2GB", batch_size=8, micro_batch_size=8, epochs=2, shuffle=False, quiet=True,
         output_dir=tmp_path / "run", **{"method": "full", **options},
     ).fit((x, y), (x[:8], y[:8]))  # fmt: skip
     plain = Watched()

@@ -59,7 +59,7 @@ def test_the_command_refuses_it_too(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    ran = call(capsys, "--model", "still:made", "--mem-limit", "800MB", "--method", "auto")
+    ran = call(capsys, "--model", "still:made", "--mem-limit", "2GB", "--method", "auto")
     assert refused(ran, 2, "ModelError: nothing learns: ", "650 weights, all with requires_grad=False")
     assert not (tmp_path / "runs").exists()
 

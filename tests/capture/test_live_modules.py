@@ -280,7 +280,7 @@ def test_a_tensor_that_a_buffer_and_its_owner_share_keeps_its_values(whole, tmp_
     for _ in range(2):
         made = Scaled(scale) if whole else nn.Sequential(Scaled(scale))
         Trainer(
-            made, nn.CrossEntropyLoss(weight=scale), mem_limit="1GB", method="full", batch_size=8, quiet=True, overwrite=True,
+            made, nn.CrossEntropyLoss(weight=scale), mem_limit="2GB", method="full", batch_size=8, quiet=True, overwrite=True,
             output_dir=tmp_path / "run",
         ).fit(rows)  # fmt: skip
         part = made if whole else made[0]
@@ -292,7 +292,7 @@ def test_a_buffer_that_learns_is_the_tensor_that_it_was(tmp_path):
     mean = norm.running_mean
     Trainer(
         nn.Sequential(norm, nn.Linear(4, 3)),
-        mem_limit="1GB",
+        mem_limit="2GB",
         method="full",
         batch_size=8,
         quiet=True,

@@ -127,7 +127,7 @@ def trained(kind, folder, method, *, stop=None, resume=None):
     model = nn.Sequential(kind(), nn.ReLU(), nn.Linear(8, 4))
     place = {} if resume else {"output_dir": folder}
     trainer = Trainer(
-        model, mem_limit="1GB", method=method, batch_size=8, epochs=2, seed=5, quiet=True,
+        model, mem_limit="2GB", method=method, batch_size=8, epochs=2, seed=5, quiet=True,
         **({} if method == "full" else {"partitions": 2}), **place,
     )  # fmt: skip
     return trainer.fit(data(), data(), resume=resume, reporter=Stopping(stop))

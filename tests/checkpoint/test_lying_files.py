@@ -39,7 +39,7 @@ WAYS = {
 }
 UPDATE = {"full": 3, "sil": 7, "streamed": 7, "ist": 5}
 """Behind which the run is stopped."""
-JOB = {"method": "full", "mem_limit": "1GB", "lr": 0.001, "batch_size": [8, 4], "momentum": 0, "depth": 3, "weights": None}
+JOB = {"method": "full", "mem_limit": "2GB", "lr": 0.001, "batch_size": [8, 4], "momentum": 0, "depth": 3, "weights": None}
 
 
 class Stopped(Exception):

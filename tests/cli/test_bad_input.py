@@ -176,7 +176,7 @@ def test_a_disk_that_is_small_but_large_enough_is_used(small_disk, capsys):
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(small_disk, capsys):
     (small_disk / "filler").write_bytes(bytes(23 << 20))
-    ran = call(capsys, "--width", "512", "--depth", "4", "--mem-limit", "1GB", "--offload-dir", "small")
+    ran = call(capsys, "--width", "512", "--depth", "4", "--mem-limit", "2GB", "--offload-dir", "small")
     assert refused(ran, 6, "DiskFull: ", "small", "free, and the plan needs", "--offload-dir")
     assert [path.name for path in small_disk.iterdir()] == ["filler"]
 

@@ -26,7 +26,7 @@ PROGRAM = """
 
     {setup}
     x, y = torch.randn(32, 8), torch.arange(32) % 3
-    options = dict(mem_limit="1GB", method="full", epochs=1, output_dir="out")
+    options = dict(mem_limit="2GB", method="full", epochs=1, output_dir="out")
     Trainer([lambda: nn.Linear(8, 3)], quiet={quiet}, **options).fit((x, y), (x, y))
 """
 INFO = 'logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s %(levelname)s %(message)s")'

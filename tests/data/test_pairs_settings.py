@@ -88,7 +88,7 @@ MODEL = """
         return [lambda: nn.Linear(12, 4)]
 """
 COMMON = [
-    "--model", "net:net", "--data", "npz:rows.npz", "--mem-limit", "1GB", "--epochs", "2", "--batch-size", "16", "--method",
+    "--model", "net:net", "--data", "npz:rows.npz", "--mem-limit", "2GB", "--epochs", "2", "--batch-size", "16", "--method",
     "psl", "--lr", "1e-2", "--save-every", "2", "--output-dir", "out",
 ]  # fmt: skip
 

@@ -58,7 +58,7 @@ def test_a_network_of_which_a_part_learns_has_the_bits_of_a_plain_loop(tmp_path,
     model = network(learning)
     options = {} if method == "auto" else {"partitions": tuple(range(DEPTH + 1))}
     result = Trainer(
-        model, mem_limit="1GB", method=method, lr=0.01, batch_size=16, epochs=2, shuffle=False, quiet=True,
+        model, mem_limit="2GB", method=method, lr=0.01, batch_size=16, epochs=2, shuffle=False, quiet=True,
         output_dir=tmp_path / "run", clip_grad_norm=clip, **options,
     ).fit(ROWS)  # fmt: skip
     found, expected = model.state_dict(), plainly(network(learning), clip)
@@ -91,6 +91,7 @@ def test_a_part_of_a_network_needs_no_more_than_all_of_it_and_its_head_alone_les
         assert smallest(learning) <= everything
 
 
+@pytest.mark.own_process
 def test_a_head_on_a_base_that_is_larger_than_the_limit_trains_under_it(tmp_path):
     rows = torch.randn(32, 512), torch.arange(32) % 10
     depth, limit = 200, read_process().held + 80 * MB
@@ -104,5 +105,5 @@ def test_a_head_on_a_base_that_is_larger_than_the_limit_trains_under_it(tmp_path
 def test_in_sil_a_partition_still_has_something_to_learn(tmp_path):
     """It has a loss of its own."""
     model = network({0, 4, DEPTH})
-    plan = Trainer(model, mem_limit="1GB", method="sil", partitions=3, batch_size=16, quiet=True).plan(ROWS)
+    plan = Trainer(model, mem_limit="2GB", method="sil", partitions=3, batch_size=16, quiet=True).plan(ROWS)
     assert [part.first for part in plan.partitions] == [0, 4, DEPTH]

@@ -34,7 +34,7 @@ WAYS = {
 @pytest.fixture(autouse=True)
 def runtime(known_machine, monkeypatch):
     """Of the plans: what tests before these have loaded into this process is no part of it, and it has to be less."""
-    nbytes = max(500 << 20, read_process().held + (64 << 20))
+    nbytes = max(1 << 30, read_process().held + (256 << 20))
     known_runtime(monkeypatch, nbytes)
     return nbytes
 

@@ -80,7 +80,7 @@ SCRIPT = """
 
     def fit(**named):
         x, y = torch.arange(320.0).view(40, 8).sin(), torch.arange(40) % 3
-        options = {"mem_limit": "1GB", "method": "full", "batch_size": 8, "epochs": 2, "quiet": True}
+        options = {"mem_limit": "2GB", "method": "full", "batch_size": 8, "epochs": 2, "quiet": True}
         if not named:
             options["output_dir"] = "out"
         return Trainer([lambda: nn.Linear(8, 3), Sending], **options).fit((x, y), (x, y), **named)

@@ -119,7 +119,7 @@ def test_the_bar_counts_the_test_rows_in_every_partition(method, monkeypatch, tm
     console = Console(force_terminal=True, width=120, file=io.StringIO())
     monkeypatch.setattr(Progress, "update", lambda self, task, **line: shown.append(line["description"]))
     trainer = Trainer(
-        [lambda: nn.Linear(4, 8), lambda: nn.Linear(8, 3)], mem_limit="1GB", method=method, partitions=2, epochs=1,
+        [lambda: nn.Linear(4, 8), lambda: nn.Linear(8, 3)], mem_limit="2GB", method=method, partitions=2, epochs=1,
         batch_size=8, output_dir=tmp_path / "out",
     )  # fmt: skip
     monkeypatch.setattr(reporter, "_SHOWN_EVERY", 0.0)

@@ -110,7 +110,7 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_planned(tm
     )
     assert files(tmp_path) == {}
     with pytest.raises(OptionError, match="verify runs training several times"):
-        verify(model(), classified(8, (8,)), mem_limit="1GB", trace="t.json")
+        verify(model(), classified(8, (8,)), mem_limit="2GB", trace="t.json")
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ class Touching:
 def trainer(model, method, optimizer=adamw, **options):
     cut = {"partitions": (0, 1, 2)} if method == "streamed" else {}
     return Trainer(
-        model, None, optimizer, mem_limit="1GB", method=method, batch_size=8, micro_batch_size=8, quiet=True, **cut, **options
+        model, None, optimizer, mem_limit="2GB", method=method, batch_size=8, micro_batch_size=8, quiet=True, **cut, **options
     )
 
 
@@ -244,7 +244,7 @@ def test_the_approximate_methods_obey_it_or_refuse_it(method, tmp_path):
 
     options = {"partitions": 2} if method == "sil" else {"subnets": 2}
     made = Trainer(
-        model, mem_limit="1GB", method=method, batch_size=8, micro_batch_size=8, epochs=2, lr=0.1, quiet=True,
+        model, mem_limit="2GB", method=method, batch_size=8, micro_batch_size=8, epochs=2, lr=0.1, quiet=True,
         output_dir=tmp_path / "run", **options,
     )  # fmt: skip
     if method == "ist":

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.device.usage import read_process
 from seqpart.errors import OptionError
 
 ROWS = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 8
@@ -20,7 +19,7 @@ BATCH = ROWS[0][:16], ROWS[1][:16]
 
 def trainer(**options):
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
-    return Trainer(model, mem_limit=read_process().held + (400 << 20), method="full", batch_size=16, quiet=True, **options)
+    return Trainer(model, mem_limit="4GB", method="full", batch_size=16, quiet=True, **options)
 
 
 def soft():

@@ -248,7 +248,7 @@ def test_one_row_through_weights_behind_odd_tensors_has_the_bits_of_a_plain_loop
             optimizer.step()
             optimizer.zero_grad()
         Trainer(
-            model, mem_limit="1GB", method=method, lr=0.01, batch_size=batch, epochs=1, shuffle=False, quiet=True,
+            model, mem_limit="2GB", method=method, lr=0.01, batch_size=batch, epochs=1, shuffle=False, quiet=True,
             output_dir=tmp_path / "run", **options,
         ).fit((x, y))  # fmt: skip
     finally:
