@@ -80,6 +80,11 @@ def processes():
     made.close()
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Two, and none to start and to wait for where files or tests are named."""
+    return 0 if any(".py" in argument for argument in config.args) else 2
+
+
 def pytest_report_header():
     versions = describe_versions()
     return f"torch {versions['torch']}, {torch.get_num_threads()} threads, GPU: {versions['gpu']}"
