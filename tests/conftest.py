@@ -44,9 +44,9 @@ def nothing_left_behind():
     """What the tests of a module leave in this process would count against the limits of the next: 240 MB of one did.
 
     What stays is frozen: each collection looked through all tests and what they import, for 0.4 s, two fifths of the time.
+    Nothing is thawed between modules: that took 2 s of each.
     """
     yield
-    gc.unfreeze()
     gc.collect()
     gc.freeze()
     Device().release_cached()

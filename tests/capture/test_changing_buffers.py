@@ -200,9 +200,8 @@ MODEL = """
 """
 
 
-@pytest.mark.parametrize(
-    "options", [["--method", "streamed", "--clip-grad-norm", "1"], pytest.param(["--method", "auto"], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("options", [["--method", "streamed", "--clip-grad-norm", "1"], ["--method", "auto"]])
+@pytest.mark.slow
 def test_copies_of_large_masks_are_planned_and_a_plan_that_fits_does(options, tmp_path):
     """Each partition whose gradients or graph waited elsewhere kept a copy of its masks: memory ran out again and again."""
     (tmp_path / "masks.py").write_text(textwrap.dedent(MODEL))

@@ -137,6 +137,7 @@ def trained(model, folder, **options):
 
 
 @pytest.mark.parametrize("options", [{"method": "full"}, {"method": "streamed", "partitions": 2}, {"method": "sil"}])
+@pytest.mark.few(1)
 def test_a_failed_allocation_halves_the_micro_batch_of_a_model_given_alive(options, tmp_path):
     """Its blocks were measured again while they were empty: exit 2, "Change the block". The bits are those of the half."""
     alive = model()

@@ -188,6 +188,7 @@ def holding_itself():
     [Config(width=8), [Config(width=8)], Pair((1, Config())), Named([1, {"deep": Config(a=Config())}]), holding_itself()],
     ids=["dict", "inside a list", "tuple", "list", "a list in itself"],
 )
+@pytest.mark.few(3)
 def test_a_layer_may_have_containers_of_a_type_of_its_own(kept, tmp_path):
     """The model was looked through without end: RecursionError."""
 

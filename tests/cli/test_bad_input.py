@@ -123,6 +123,7 @@ def test_a_limit_that_is_too_small_is_refused_with_the_smallest(over):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_plain_training_that_does_not_fit_is_refused_with_the_cure(over):
     large = ["--width", "2048", "--depth", "6", "--mem-limit", "500MB"]
     over.refused(
@@ -276,6 +277,7 @@ def test_a_run_that_never_saves_removes_its_scratch_when_it_is_interrupted(over)
     assert json.loads((over.folder / "out" / MARKER).read_text())["state"] != "running"
 
 
+@pytest.mark.slow
 def test_a_directory_in_use_is_refused_and_the_live_run_is_not_disturbed(over):
     process = start(over.folder, *LONG, "--output-dir", "out", "--overwrite", until="train epoch 2")
     try:

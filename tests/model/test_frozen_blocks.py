@@ -52,7 +52,7 @@ def plainly(model, clip):
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("learning", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("method", ["streamed", "auto", "checkpointed"])
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 def test_a_network_of_which_a_part_learns_has_the_bits_of_a_plain_loop(tmp_path, learning, method, clip):
     """Blocks by themselves: the first that learns may stand anywhere."""
     model = network(learning)
@@ -67,13 +67,13 @@ def test_a_network_of_which_a_part_learns_has_the_bits_of_a_plain_loop(tmp_path,
     assert method == "auto" or len(result.plan.partitions) == DEPTH + 1
 
 
-def wide(learning, depth=12):
+def wide(learning, depth=6, width=512):
     """Factories: the weights of all blocks never are in memory together."""
 
     def factory(number):
-        return lambda: nn.Sequential(nn.Linear(512, 512), nn.ReLU()).requires_grad_(number in learning)
+        return lambda: nn.Sequential(nn.Linear(width, width), nn.ReLU()).requires_grad_(number in learning)
 
-    return [*(factory(number) for number in range(depth)), lambda: nn.Linear(512, 10).requires_grad_(depth in learning)]
+    return [*(factory(number) for number in range(depth)), lambda: nn.Linear(width, 10).requires_grad_(depth in learning)]
 
 
 def smallest(learning):
@@ -84,7 +84,7 @@ def smallest(learning):
 
 
 def test_a_part_of_a_network_needs_no_more_than_all_of_it_and_its_head_alone_less(known_machine):
-    depth = 12
+    depth = 6
     everything = smallest(set(range(depth + 1)))
     assert smallest({depth}) < everything - MB
     for learning in ({depth - 1, depth}, {0, depth}, {depth // 2}):
@@ -93,10 +93,16 @@ def test_a_part_of_a_network_needs_no_more_than_all_of_it_and_its_head_alone_les
 
 @pytest.mark.own_process
 def test_a_head_on_a_base_that_is_larger_than_the_limit_trains_under_it(tmp_path):
-    rows = torch.randn(32, 512), torch.arange(32) % 10
-    depth, limit = 200, read_process().held + 80 * MB
+    depth, width, limit = 40, 1152, read_process().held + 80 * MB
+    rows = torch.randn(32, width), torch.arange(32) % 10
     result = Trainer(
-        wide({depth}, depth), mem_limit=limit, method="auto", batch_size=16, epochs=1, quiet=True, output_dir=tmp_path / "run"
+        wide({depth}, depth, width),
+        mem_limit=limit,
+        method="auto",
+        batch_size=16,
+        epochs=1,
+        quiet=True,
+        output_dir=tmp_path / "run",
     ).fit(rows)
     assert result.plan.full_state > 200 * MB
     assert result.proof.violations == 0 and result.proof.peak <= limit and len(result.plan.partitions) > 2

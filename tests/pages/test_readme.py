@@ -151,7 +151,7 @@ def run_snippet(text, folder):
         assert re.search(r"^\d\.\d+ /\S+/runs/\S+/model\.safetensors proof: .* violations 0$", done.stdout, re.MULTILINE)
 
 
-FIRST = [name for name in SNIPPETS if name.startswith(("README", "your_model"))]
+FIRST = [name for name in SNIPPETS if name.startswith("README")]
 """What a new user runs."""
 
 

@@ -73,7 +73,7 @@ def answers(plan):
 
 
 @pytest.mark.parametrize(("name", "first", "then"), in_turn([*WAYS], [SPEEDS, SLOW], [SLOW, SPEEDS]))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_goes_on_with_the_plan_that_it_had_however_fast_the_machine_is_now(
     name, first, then, runtime, tmp_path, monkeypatch
 ):

@@ -301,6 +301,7 @@ def test_when_the_simulated_schedule_ends_nothing_is_loaded_and_nothing_is_left(
     assert last.live <= last.slots + buffers + PAGE
 
 
+@pytest.mark.few(5)
 def test_the_printed_schedule_is_the_executed_one(fit):
     prepared, executed = fit.prepared, [seen.done.step for seen in fit.steps]
     printed = to_text(executed, prepared.phases)

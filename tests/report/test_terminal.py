@@ -180,6 +180,7 @@ def test_a_time_is_said_in_units_that_people_use(seconds, text):
     assert format_seconds(seconds) == text or (text == "100 min" and format_seconds(seconds) == "1 h 40 min")
 
 
+@pytest.mark.slow
 def test_what_a_plan_waits_for_stands_on_the_terminals_line_and_goes(tmp_path):
     code, text = on_a_terminal(tmp_path, 40, *SMALL, "--dry-run", "--method", "full")
     assert code == 0, text

@@ -101,6 +101,7 @@ def test_in_a_callback_another_model_may_be_evaluated_under_both_limits(tmp_path
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)
+@pytest.mark.few(2)
 def test_sessions_that_end_in_any_order_leave_the_limit_of_those_that_are_left(order):
     before, sessions = soft(), [contextlib.ExitStack() for _ in range(3)]
     loops = [stack.enter_context(trainer().session(BATCH)) for stack in sessions]

@@ -231,6 +231,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("method", ["full", "checkpointed", "streamed"])
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize(("batch", "wide"), [(16, torch.float64), (1, torch.float32)], ids=["last row alone", "row by row"])
+@pytest.mark.few(5)
 def test_one_row_through_weights_behind_odd_tensors_has_the_bits_of_a_plain_loop(tmp_path, method, options, batch, wide):
     """Tensors lay one right behind the other, so that matrices began off a cache line, where the product with one row rounds
     otherwise; and norms of two types were added up in another order than torch's."""
