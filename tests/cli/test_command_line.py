@@ -96,7 +96,7 @@ def test_the_help_names_the_command_and_the_forms_of_a_limit(help_words):
 # --- Files of options ------------------------------------------------------------------------------------------------
 
 TOML = """
-mem-limit = "1GB"
+mem-limit = "2GB"
 width = 64
 depth = 2
 epochs = [1, 2]
@@ -234,7 +234,7 @@ def test_the_real_command_ends_with_the_proof_and_leaves_the_results(here):
     assert result["proof"]["violations"] == 0
     assert result["settings"] == events[0]["settings"]
     kept = {name: result["settings"][name] for name in ("epochs", "lr", "shuffle", "kappa", "mem_limit")}
-    assert kept == {"epochs": 1, "lr": 1e-4, "shuffle": "auto", "kappa": None, "mem_limit": "1GB"}
+    assert kept == {"epochs": 1, "lr": 1e-4, "shuffle": "auto", "kappa": None, "mem_limit": "2GB"}
     began, ended = (datetime.fromisoformat(text) for text in (events[0]["time"], result["finished"]))
     assert 0 <= (ended - began).total_seconds() <= result["seconds"] + 1
 

@@ -83,7 +83,7 @@ def test_a_run_fits_the_terminal(columns, tmp_path):
     # It stood at the last epoch, and at 82 %, until the last partition had the test rows.
     assert re.match(r"(partition |p)1 test", bars[-1])
     said = " ".join(" ".join(lines).split())
-    assert re.search(r"proof: limit 1\.00 GB, measured peak [\d.]+ MB .* violations 0", said)
+    assert re.search(r"proof: limit 2\.00 GB, measured peak [\d.]+ MB .* violations 0", said)
     assert re.search(r"\[train 0\.1\] L0\+ B0\.0 .* \.\.\.", said)
 
 

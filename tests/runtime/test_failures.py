@@ -309,7 +309,7 @@ PROGRAM = """
     x, y = torch.randn(96, 16), torch.arange(96) % 3
     try:
         result = Trainer(
-            [lambda: nn.Linear(16, 16), Hungry], mem_limit="2GB", method="sil", batch_size=32, epochs=1, partitions=1,
+            [lambda: nn.Linear(16, 16), Hungry], mem_limit="1GB", method="sil", batch_size=32, epochs=1, partitions=1,
             output_dir=sys.argv[1],
         ).fit((x, y), (x[:9], y[:9]))
     except SeqpartError as error:
