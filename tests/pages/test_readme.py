@@ -196,7 +196,7 @@ def schedule_behind(command):
 
 
 @pytest.mark.parametrize("command", [SCHEDULE, OTHER_SCHEDULE])
-def test_a_schedule_is_what_the_readme_prints(command, here, capsys):
+def test_a_schedule_is_what_the_readme_prints(command, known_machine, here, capsys):
     more = shlex.split(OTHER_SCHEDULE.strip(". ")) if command == OTHER_SCHEDULE else []
     ran = call(capsys, *options(SCHEDULE), *more)
     assert ran.code == 0, ran.err
