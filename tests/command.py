@@ -9,7 +9,7 @@ from pathlib import Path
 
 from seqpart.train import main
 
-SMALL = ["--width", "64", "--depth", "2", "--mem-limit", "1GB"]
+SMALL = ["--width", "64", "--depth", "2", "--mem-limit", "2GB"]
 SECONDS = 120
 # Small layers gain nothing from a second thread, and tests that run side by side lose by it.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -5,6 +5,8 @@ import gc
 import importlib
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,6 +31,9 @@ importlib.import_module("torch._dynamo")  # before what is there is frozen
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+OWN = "SEQPART_OWN_PROCESS"  # in the environment of a test that has a process of its own
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
@@ -39,9 +44,9 @@ def nothing_left_behind():
     """What the tests of a module leave in this process would count against the limits of the next: 240 MB of one did.
 
     What stays is frozen: each collection looked through all tests and what they import, for 0.4 s, two fifths of the time.
+    Nothing is thawed between modules: that took 2 s of each.
     """
     yield
-    gc.unfreeze()
     gc.collect()
     gc.freeze()
     Device().release_cached()
@@ -75,6 +80,11 @@ def processes():
     made.close()
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Two, and none to start and to wait for where files or tests are named."""
+    return 0 if any(".py" in argument for argument in config.args) else 2
+
+
 def pytest_report_header():
     versions = describe_versions()
     return f"torch {versions['torch']}, {torch.get_num_threads()} threads, GPU: {versions['gpu']}"
@@ -87,6 +97,22 @@ def pytest_collection_modifyitems(items):
     wrong = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if wrong:
         raise pytest.UsageError(f"{wrong[0]} has an address in its name: give ids=[...].")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test marked own_process runs in a Python of its own: what thousands of others leave in this one's heap, some hundred
+    megabytes, comes and goes while a run is planned and measured, and would decide whether it keeps a tight limit."""
+    if pyfuncitem.get_closest_marker("own_process") is None or OWN in os.environ:
+        return None
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "", pyfuncitem.nodeid]
+    root = pyfuncitem.config.rootpath
+    done = subprocess.run(command, cwd=root, env={**os.environ, OWN: "1"}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.fail(done.stdout + done.stderr, pytrace=False)
+    if "1 passed" not in done.stdout:
+        pytest.skip(done.stdout)
+    return True
 
 
 def pytest_collection_finish():

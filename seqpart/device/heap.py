@@ -53,6 +53,8 @@ _PIECE = 64 << 10
 _PROBE = 4 << 20
 _PROBED, _PROBES = 64 << 20, 3
 """Bytes that are allocated, and not touched, to see which allocator serves them; and the number of attempts."""
+_SIZE_FIELD, _IS_MAPPING = ctypes.sizeof(ctypes.c_size_t), 2
+"""glibc's size of a piece lies so many bytes in front of it, with this bit set if the piece is a mapping of its own."""
 COMPUTING_SHARE = 0.7
 """Ratio of compute time with a kept heap to that without, if no trial measured it (profile/trials.py)."""
 
@@ -180,10 +182,13 @@ class Heap:
                 "predicted, so no limit on CPU would hold. Start without it (env -u LD_PRELOAD ...)."
             )
         self._return_memory()
+        filling = [] if self._kept else _fill_holes()
         try:
             yield
         finally:
             if _libc is not None:
+                for piece in filling:
+                    _libc.free(piece)
                 for setting, (name, own) in _OWN.items():
                     _libc.mallopt(setting, _given(name, own))
 
@@ -231,6 +236,28 @@ class Heap:
             self._kept = False
             self._return_memory()
             self.trim()
+
+
+def _fill_holes() -> list[int]:
+    """Allocates the free memory of the heap that a tensor would fit into, and does not touch it. Returns the pieces.
+
+    A tensor that lay in such a hole would stay in memory when it is freed: where the program had used much memory before, each
+    block of a network took another one, and the limit was passed.
+    """
+    if _libc is None or not hasattr(_libc, "mallinfo2"):
+        return []
+    _libc.malloc_trim(0)
+    pieces: list[int] = []
+    size = left = _libc.mallinfo2().free
+    while (size := min(size, left)) >= _MMAP_THRESHOLD:
+        piece = _libc.malloc(size)
+        if piece is None or ctypes.c_size_t.from_address(piece - _SIZE_FIELD).value & _IS_MAPPING:
+            _libc.free(piece)  # there is no hole of that size
+            size = size * 9 // 10
+        else:
+            pieces.append(piece)
+            left -= size
+    return pieces
 
 
 def _touch(libc: ctypes.CDLL, nbytes: int) -> None:

@@ -59,6 +59,7 @@ def test_a_run_moves_what_is_counted(arm, tmp_path):
     assert 0 <= written - ist_costs.moved(job) < 0.05 * written, "but for what lies between tensors, to begin on cache lines"
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_ist_in_one_round(tmp_path):
     job = replace(SMALL, subnets=4, local=99, epochs=1, rows=1024)
     curves = [found_by(replace(job, arm=arm), tmp_path)["curve"] for arm in ("ensemble", "ist keep", "ist zero")]

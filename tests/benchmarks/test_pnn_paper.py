@@ -119,6 +119,7 @@ def test_every_figure_of_the_paper_is_drawn(tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in drawn)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_named_with_its_reason(tmp_path):
     options = argparse.Namespace(data_dir=tmp_path / "none", processes=1, name="pnn_test")
     with pytest.raises(RuntimeError, match=r"(?s)baseline seed 0:.*none"):

@@ -30,7 +30,7 @@ def mnist(folder, rows):
 
 
 @pytest.mark.parametrize("loss", ["nll", "psl"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_a_run_tells_accuracy_and_loss_by_epoch_and_learns(loss, tmp_path):
     mnist(tmp_path, 100)
     words = ["mnist", "lenet", loss, "--batch", "20", "--epochs", "12", "--seeds", "2", "--lr", "3e-3", "--rows", "80"]

@@ -176,7 +176,7 @@ def ours(model, folder, loss=F.cross_entropy, optimizer="adamw", method="streame
     cut = {} if method == "full" else {"partitions": 2}
     rate = {} if callable(optimizer) else {"lr": 1e-2}
     Trainer(
-        model, loss, optimizer, mem_limit="1GB", method=method, epochs=1, batch_size=BATCH, micro_batch_size=BATCH,
+        model, loss, optimizer, mem_limit="2GB", method=method, epochs=1, batch_size=BATCH, micro_batch_size=BATCH,
         shuffle=False, quiet=True, output_dir=folder, **rate, **cut, **options,
     ).fit(data())  # fmt: skip
     return model
@@ -189,6 +189,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("method", ["streamed", "full"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.few(9)
 def test_what_a_model_does_beside_its_layers_is_done(name, method, tmp_path):
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -197,7 +198,7 @@ def test_what_a_model_does_beside_its_layers_is_done(name, method, tmp_path):
 
 def test_a_complex_value_between_partitions_is_tested_and_evaluated_too(tmp_path):
     """A KeyError behind all of the training: the file of rows in which the tests wait has no such type."""
-    model, asked = Fourier(), {"mem_limit": "1GB", "partitions": 3, "batch_size": BATCH, "quiet": True}
+    model, asked = Fourier(), {"mem_limit": "2GB", "partitions": 3, "batch_size": BATCH, "quiet": True}
     x, y = data()
     trainer = Trainer(model, method="streamed", output_dir=tmp_path / "run", **asked)
     expected = trainer.fit((x, y), (x[:4], y[:4])).test_loss
@@ -287,7 +288,7 @@ def test_a_run_and_an_evaluation_may_stand_where_the_caller_wants_no_gradients(m
     expected = plain(copy.deepcopy(model))
     with mode():
         ours(model, tmp_path / "run")
-        found = Trainer(model, mem_limit="1GB", method="full", quiet=True).evaluate(data())
+        found = Trainer(model, mem_limit="2GB", method="full", quiet=True).evaluate(data())
         assert not torch.is_grad_enabled()
     same(expected, model)
     x, y = data()
@@ -299,7 +300,7 @@ def test_a_model_that_a_session_has_is_refused_by_name_until_it_is_over(tmp_path
     judge = nn.Sequential(*layers())
     both = nn.Sequential(nn.Linear(8, 8), judge)
     x, y = data()
-    asked = {"mem_limit": "1GB", "method": "full", "batch_size": BATCH, "quiet": True}
+    asked = {"mem_limit": "2GB", "method": "full", "batch_size": BATCH, "quiet": True}
     with Trainer(judge, **asked).session((x[:BATCH], y[:BATCH])) as session:
         session.step((x[:BATCH], y[:BATCH]))
         for call in (
@@ -315,7 +316,7 @@ def test_a_model_that_a_session_has_is_refused_by_name_until_it_is_over(tmp_path
 def test_another_model_is_taken_where_one_was_whose_preparation_was_dropped_and_never_closed(tmp_path):
     """Tensors were known by their address, which Python gives to the next one: a new model was said to be in a session."""
     x, y = data()
-    asked = {"mem_limit": "1GB", "method": "full", "batch_size": BATCH, "quiet": True, "output_dir": tmp_path}
+    asked = {"mem_limit": "2GB", "method": "full", "batch_size": BATCH, "quiet": True, "output_dir": tmp_path}
     addresses = set[int]()
     for _ in range(10):
         model = nn.Sequential(*layers())

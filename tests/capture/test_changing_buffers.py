@@ -166,7 +166,7 @@ def test_what_tests_change_is_changed_by_every_method_as_in_a_plain_loop(options
     torch.manual_seed(1)
     first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     Trainer(
-        model, None, "sgd", lr=0.1, mem_limit="1GB", batch_size=8, micro_batch_size=8, epochs=2, shuffle=False, quiet=True,
+        model, None, "sgd", lr=0.1, mem_limit="2GB", batch_size=8, micro_batch_size=8, epochs=2, shuffle=False, quiet=True,
         output_dir=tmp_path / "run", **{"method": "full", **options},
     ).fit((x, y), (x[:8], y[:8]))  # fmt: skip
     plain = Watched()
@@ -200,9 +200,8 @@ MODEL = """
 """
 
 
-@pytest.mark.parametrize(
-    "options", [["--method", "streamed", "--clip-grad-norm", "1"], pytest.param(["--method", "auto"], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("options", [["--method", "streamed", "--clip-grad-norm", "1"], ["--method", "auto"]])
+@pytest.mark.slow
 def test_copies_of_large_masks_are_planned_and_a_plan_that_fits_does(options, tmp_path):
     """Each partition whose gradients or graph waited elsewhere kept a copy of its masks: memory ran out again and again."""
     (tmp_path / "masks.py").write_text(textwrap.dedent(MODEL))

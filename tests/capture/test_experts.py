@@ -77,7 +77,7 @@ def test_experts_are_blocks_of_a_list_too_and_keep_the_limit(method, tmp_path):
     blocks = [lambda: nn.Embedding(11, width), lambda: Experts(width), lambda: Experts(width), lambda: nn.Linear(width, 11)]
     x = torch.randint(0, 11, (40, 7), generator=rows)
     result = Trainer(
-        blocks, None, "sgd", mem_limit="1GB", method=method, partitions="auto" if method == "auto" else 2, batch_size=16,
+        blocks, None, "sgd", mem_limit="2GB", method=method, partitions="auto" if method == "auto" else 2, batch_size=16,
         epochs=2, lr=0.1, quiet=True, output_dir=tmp_path / "run",
     ).fit((x, x), (x, x))  # fmt: skip
     assert result.proof.violations == 0

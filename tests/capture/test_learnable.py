@@ -59,12 +59,13 @@ def test_the_command_refuses_it_too(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    ran = call(capsys, "--model", "still:made", "--mem-limit", "800MB", "--method", "auto")
+    ran = call(capsys, "--model", "still:made", "--mem-limit", "2GB", "--method", "auto")
     assert refused(ran, 2, "ModelError: nothing learns: ", "650 weights, all with requires_grad=False")
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.few(2)
 def test_a_model_of_other_floats_than_its_rows_is_told_what_trains_it(dtype):
     """One of bfloat16 was told to be float32, and nothing of mixed precision."""
     said, cure = str(dtype).removeprefix("torch."), r"give model\.float\(\)"

@@ -137,6 +137,7 @@ def trained(model, folder, **options):
 
 
 @pytest.mark.parametrize("options", [{"method": "full"}, {"method": "streamed", "partitions": 2}, {"method": "sil"}])
+@pytest.mark.few(1)
 def test_a_failed_allocation_halves_the_micro_batch_of_a_model_given_alive(options, tmp_path):
     """Its blocks were measured again while they were empty: exit 2, "Change the block". The bits are those of the half."""
     alive = model()
@@ -280,7 +281,7 @@ def test_a_tensor_that_a_buffer_and_its_owner_share_keeps_its_values(whole, tmp_
     for _ in range(2):
         made = Scaled(scale) if whole else nn.Sequential(Scaled(scale))
         Trainer(
-            made, nn.CrossEntropyLoss(weight=scale), mem_limit="1GB", method="full", batch_size=8, quiet=True, overwrite=True,
+            made, nn.CrossEntropyLoss(weight=scale), mem_limit="2GB", method="full", batch_size=8, quiet=True, overwrite=True,
             output_dir=tmp_path / "run",
         ).fit(rows)  # fmt: skip
         part = made if whole else made[0]
@@ -292,7 +293,7 @@ def test_a_buffer_that_learns_is_the_tensor_that_it_was(tmp_path):
     mean = norm.running_mean
     Trainer(
         nn.Sequential(norm, nn.Linear(4, 3)),
-        mem_limit="1GB",
+        mem_limit="2GB",
         method="full",
         batch_size=8,
         quiet=True,

@@ -85,7 +85,7 @@ def network(kind):
 
 def trainer(model, folder, method):
     return Trainer(
-        model, nn.CrossEntropyLoss(), mem_limit="1GB", method=method, partitions=1 if method == "full" else 2, optimizer="sgd",
+        model, nn.CrossEntropyLoss(), mem_limit="2GB", method=method, partitions=1 if method == "full" else 2, optimizer="sgd",
         lr=0.1, momentum=0.0, batch_size=BATCH, epochs=2, shuffle=False, quiet=True, output_dir=folder, overwrite=True,
     )  # fmt: skip
 

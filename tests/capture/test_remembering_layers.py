@@ -127,7 +127,7 @@ def trained(kind, folder, method, *, stop=None, resume=None):
     model = nn.Sequential(kind(), nn.ReLU(), nn.Linear(8, 4))
     place = {} if resume else {"output_dir": folder}
     trainer = Trainer(
-        model, mem_limit="1GB", method=method, batch_size=8, epochs=2, seed=5, quiet=True,
+        model, mem_limit="2GB", method=method, batch_size=8, epochs=2, seed=5, quiet=True,
         **({} if method == "full" else {"partitions": 2}), **place,
     )  # fmt: skip
     return trainer.fit(data(), data(), resume=resume, reporter=Stopping(stop))
@@ -188,6 +188,7 @@ def holding_itself():
     [Config(width=8), [Config(width=8)], Pair((1, Config())), Named([1, {"deep": Config(a=Config())}]), holding_itself()],
     ids=["dict", "inside a list", "tuple", "list", "a list in itself"],
 )
+@pytest.mark.few(3)
 def test_a_layer_may_have_containers_of_a_type_of_its_own(kept, tmp_path):
     """The model was looked through without end: RecursionError."""
 

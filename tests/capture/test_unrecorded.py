@@ -309,7 +309,7 @@ def norm_twice():
 def test_what_is_refused_is_blamed_on_what_it_is_and_the_cure_helps(build, x, words, tmp_path):
     labels = torch.arange(32) % 3
     with pytest.raises((DataError, ModelError), match=words):
-        Trainer(build(), mem_limit="1GB", method="streamed", batch_size=8, quiet=True, output_dir=tmp_path / "run").fit(
+        Trainer(build(), mem_limit="2GB", method="streamed", batch_size=8, quiet=True, output_dir=tmp_path / "run").fit(
             (data()[0] if x is None else x, labels)
         )
 
@@ -332,6 +332,6 @@ def test_a_loss_whose_graph_reaches_a_layer_that_is_elsewhere_is_told_in_words(t
     model = nn.Sequential(Kept(8, 16), nn.ReLU(), nn.Linear(16, 3))
     with pytest.raises(SeqpartError, match="its graph reaches layers of other partitions"):
         Trainer(
-            model, lambda output, y: F.cross_entropy(output, y) + model[0].kept, mem_limit="1GB", method="streamed",
+            model, lambda output, y: F.cross_entropy(output, y) + model[0].kept, mem_limit="2GB", method="streamed",
             partitions=(0, 2), batch_size=8, quiet=True, output_dir=tmp_path / "run",
         ).fit(data())  # fmt: skip

@@ -18,11 +18,11 @@ from tests.command import end, run, start
 from tests.model.test_packs import MODELS, made
 from tests.whole_models import Dense
 
-COMMAND = ["--mem-limit", "1GB", "--method", "streamed", "--partitions", "3", "--batch-size", "8", "--epochs", "1"]
+COMMAND = ["--mem-limit", "2GB", "--method", "streamed", "--partitions", "3", "--batch-size", "8", "--epochs", "1"]
 
 
 def trainer(model, folder, **options):
-    given = {"mem_limit": "1GB", "method": "streamed", "batch_size": 8, "epochs": 2, "lr": 0.01, "quiet": True, **options}
+    given = {"mem_limit": "2GB", "method": "streamed", "batch_size": 8, "epochs": 2, "lr": 0.01, "quiet": True, **options}
     return Trainer(model, options.pop("loss", None), "sgd", output_dir=folder, **given)
 
 
@@ -75,7 +75,7 @@ def test_gradients_are_clipped_by_the_norm_of_a_plain_loop_whatever_order_layers
         nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         optimizer.step()
     Trainer(
-        model, mem_limit="1GB", method=method, optimizer="adamw", lr=1e-2, batch_size=16, micro_batch_size=16, epochs=1,
+        model, mem_limit="2GB", method=method, optimizer="adamw", lr=1e-2, batch_size=16, micro_batch_size=16, epochs=1,
         shuffle=False, clip_grad_norm=0.1, output_dir=tmp_path / "run", quiet=True,
         **({"partitions": 4} if method == "streamed" else {}),
     ).fit((x, y), (x, y))  # fmt: skip

@@ -29,6 +29,7 @@ from seqpart.plan.plan import Plan
 from seqpart.report.page_data import read_run
 from seqpart.store.atomic import with_checksum
 from tests.checkpoint.test_leftovers import killed as left_behind
+from tests.choice import only_quick
 
 ROWS = torch.randn(40, 6, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 3
 WAYS = {
@@ -39,7 +40,7 @@ WAYS = {
 }
 UPDATE = {"full": 3, "sil": 7, "streamed": 7, "ist": 5}
 """Behind which the run is stopped."""
-JOB = {"method": "full", "mem_limit": "1GB", "lr": 0.001, "batch_size": [8, 4], "momentum": 0, "depth": 3, "weights": None}
+JOB = {"method": "full", "mem_limit": "2GB", "lr": 0.001, "batch_size": [8, 4], "momentum": 0, "depth": 3, "weights": None}
 
 
 class Stopped(Exception):
@@ -72,7 +73,7 @@ def go_on(way, place, start=None):
     return bits(trainer(way, place).fit(ROWS, ROWS, resume=start or place).state_dict())
 
 
-@pytest.fixture(scope="module", params=[*WAYS])
+@pytest.fixture(scope="module", params=only_quick(WAYS, ["streamed", "ist"]))
 def killed(request, tmp_path_factory):
     """(how it trains, the directory of a run that was stopped, a function that copies it, the weights that it comes to)."""
     root = tmp_path_factory.mktemp(request.param)
@@ -100,7 +101,7 @@ def write(root, body):
     (root / CHECKPOINT).write_text(checkpoint_of(body))
 
 
-SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SLOW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 QUICK = settings(SLOW, max_examples=100)
 
 

@@ -202,7 +202,7 @@ def test_a_run_whose_cut_no_longer_fits_goes_on_with_another(arm, monkeypatch):
         return None if problem.starts == (0, 1, 3) else fastest(replace(problem, starts=(0, 1, 2, 3, 4)), *rest)
 
     monkeypatch.setattr(exactplan, "fastest", fits_finer)
-    result = arm.fit(resume=arm.root, partitions="auto", mem_limit="1GB")
+    result = arm.fit(resume=arm.root, partitions="auto", mem_limit="2GB")
     assert (ended(result), result.plan.starts) == (whole, (0, 1, 2, 3, 4))
 
 

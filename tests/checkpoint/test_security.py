@@ -144,7 +144,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 def hostile_runs(bomb, folder):
     """Directories of runs as somebody may hand them over."""
-    job = {"width": 64, "depth": 2, "mem_limit": "1GB"}
+    job = {"width": 64, "depth": 2, "mem_limit": "2GB"}
     for name, change in {
         "output": {"output_dir": "user"}, "plan": {"plan_out": "user/notes.txt"}, "over": {"overwrite": True},
         "unknown": {"exec": "import os"}, "table": {"lr": {"a": 1}}, "list": [],

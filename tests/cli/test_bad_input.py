@@ -97,14 +97,14 @@ def test_a_flipped_bit_in_an_npz_file_is_found(over):
 def test_rows_that_do_not_fit_the_model_are_named_without_torch_s_own_traceback(over):
     over.refused(
         2, "block 0 (Sequential) cannot take rows of shape (64,)", "Change the block, or the rows",
-        arguments=["--model", "own:narrow"], small=["--mem-limit", "1GB"], own_process=False,
+        arguments=["--model", "own:narrow"], small=["--mem-limit", "2GB"], own_process=False,
     )  # fmt: skip
 
 
 def test_a_model_that_is_not_there_is_refused(over):
     over.refused(
         2, "--model nothere.models:net: no module named 'nothere'", arguments=["--model", "nothere.models:net"],
-        small=["--mem-limit", "1GB"],
+        small=["--mem-limit", "2GB"],
     )  # fmt: skip
 
 
@@ -123,6 +123,7 @@ def test_a_limit_that_is_too_small_is_refused_with_the_smallest(over):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_plain_training_that_does_not_fit_is_refused_with_the_cure(over):
     large = ["--width", "2048", "--depth", "6", "--mem-limit", "500MB"]
     over.refused(
@@ -159,7 +160,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_run_is_said_and_earlier_files_s
     shutil.copytree(place / "out", small_disk / "out")
     before = files(small_disk / "out")
     ran = run(
-        place, "--mem-limit", "1GB", "--model", "own:fills_disk", "--output-dir", "small/out", "--overwrite",
+        place, "--mem-limit", "2GB", "--model", "own:fills_disk", "--output-dir", "small/out", "--overwrite",
         "--partitions", "0,2",
     )  # fmt: skip
     assert refused(ran, 6, "DiskFull: the disk is full", "--offload-dir", "Earlier files are untouched")
@@ -176,7 +177,7 @@ def test_a_disk_that_is_small_but_large_enough_is_used(small_disk, capsys):
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(small_disk, capsys):
     (small_disk / "filler").write_bytes(bytes(23 << 20))
-    ran = call(capsys, "--width", "512", "--depth", "4", "--mem-limit", "1GB", "--offload-dir", "small")
+    ran = call(capsys, "--width", "512", "--depth", "4", "--mem-limit", "2GB", "--offload-dir", "small")
     assert refused(ran, 6, "DiskFull: ", "small", "free, and the plan needs", "--offload-dir")
     assert [path.name for path in small_disk.iterdir()] == ["filler"]
 
@@ -190,7 +191,7 @@ def test_a_read_only_disk_is_named(small_disk, capsys):
 def test_a_home_that_is_damaged_during_the_run_is_named_and_never_trained_on(over):
     over.refused(
         6, "CorruptFile", "block-00002.0.safetensors", "damaged",
-        arguments=["--model", "own:damages_home", "--partitions", "0,2"], small=["--mem-limit", "1GB"], saved=True,
+        arguments=["--model", "own:damages_home", "--partitions", "0,2"], small=["--mem-limit", "2GB"], saved=True,
         own_process=False,
     )  # fmt: skip
 
@@ -276,6 +277,7 @@ def test_a_run_that_never_saves_removes_its_scratch_when_it_is_interrupted(over)
     assert json.loads((over.folder / "out" / MARKER).read_text())["state"] != "running"
 
 
+@pytest.mark.slow
 def test_a_directory_in_use_is_refused_and_the_live_run_is_not_disturbed(over):
     process = start(over.folder, *LONG, "--output-dir", "out", "--overwrite", until="train epoch 2")
     try:

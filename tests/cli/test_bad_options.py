@@ -247,7 +247,7 @@ def test_a_malformed_or_inapplicable_option_is_refused_in_words(text, here, caps
 
 @pytest.mark.parametrize("model", MODELS)
 def test_an_unusable_model_is_refused_in_words(model, here, capsys):
-    ran = call(capsys, "--mem-limit", "1GB", "--dry-run", "--model", model)
+    ran = call(capsys, "--mem-limit", "2GB", "--dry-run", "--model", model)
     assert refused(ran, 2, *MODELS[model].split("; "))
 
 
@@ -292,7 +292,7 @@ def saved_plan(tmp_path, capsys):
 
 
 def test_a_plan_for_another_model_is_refused(saved_plan, capsys):
-    ran = call(capsys, "--width", "32", "--depth", "2", "--mem-limit", "1GB", "--dry-run", "--plan", saved_plan)
+    ran = call(capsys, "--width", "32", "--depth", "2", "--mem-limit", "2GB", "--dry-run", "--plan", saved_plan)
     assert refused(ran, 2, "--plan: that plan is for another model or method", "Make a new one with --plan-out")
 
 
@@ -351,7 +351,7 @@ def test_a_full_disk_is_explained_with_the_place_that_helps(tmp_path):
 
 
 def test_debug_shows_where_it_failed_and_keeps_the_exit_code(here, capsys):
-    ran = call(capsys, "--mem-limit", "1GB", "--dry-run", "--model", "desk_own:raises", "--debug")
+    ran = call(capsys, "--mem-limit", "2GB", "--dry-run", "--model", "desk_own:raises", "--debug")
     assert ran.code == 2
     assert "Traceback" in ran.err
     assert 'raise ValueError("boom")' in ran.err

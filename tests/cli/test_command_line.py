@@ -96,7 +96,7 @@ def test_the_help_names_the_command_and_the_forms_of_a_limit(help_words):
 # --- Files of options ------------------------------------------------------------------------------------------------
 
 TOML = """
-mem-limit = "1GB"
+mem-limit = "2GB"
 width = 64
 depth = 2
 epochs = [1, 2]
@@ -146,7 +146,7 @@ def test_the_command_line_wins_over_the_file(here, capsys):
 def test_a_dry_run_prints_the_plan_and_leaves_nothing(here, capsys):
     ran = call(capsys, *SMALL, "--partitions", "2", "--dry-run", "--output-dir", "out", "--offload-dir", "fast")
     assert ran.code == 0, ran.err
-    assert "plan for 13,642 parameters under 1.00 GB" in ran.out
+    assert "plan for 13,642 parameters under 2.00 GB" in ran.out
     assert "2 partitions: as asked" in ran.out
     assert "epoch" not in ran.out
     assert files(here) == {}
@@ -154,7 +154,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(here, capsys):
 
 
 def test_a_saved_plan_gives_the_same_cut_again(here, capsys):
-    asked = ["--width", "64", "--depth", "4", "--mem-limit", "1GB", "--dry-run"]
+    asked = ["--width", "64", "--depth", "4", "--mem-limit", "2GB", "--dry-run"]
     assert call(capsys, *asked, "--partitions", "3", "--micro-batch-size", "16", "--plan-out", "a.json").code == 0
     assert call(capsys, *asked, "--plan", "a.json", "--plan-out", "b.json").code == 0
     first, second = (Plan.from_json((here / name).read_text(), name) for name in ("a.json", "b.json"))
@@ -166,7 +166,7 @@ def test_a_saved_plan_gives_the_same_cut_again(here, capsys):
     assert Plan.from_json((here / "out" / "plan.json").read_text(), "plan.json").starts == first.starts
 
 
-def test_a_saved_plan_gives_the_same_answers_for_every_partition_again(here, capsys):
+def test_a_saved_plan_gives_the_same_answers_for_every_partition_again(known_machine, here, capsys):
     """It gave the cut alone: which partitions stay and keep their graphs was chosen anew, by other measured speeds."""
     asked = ["--width", "512", "--depth", "20", "--method", "auto", "--batch-size", "64", "--dry-run"]
     refusal = call(capsys, *asked, "--mem-limit", "250MB")
@@ -212,7 +212,7 @@ def test_the_real_command_ends_with_the_proof_and_leaves_the_results(here):
     ran = run(here, *SMALL, "--epochs", "1")
     assert ran.code == 0, ran.err
     assert ran.err == ""
-    assert ran.out.splitlines()[-1].startswith("proof: limit 1.00 GB, measured peak ")
+    assert ran.out.splitlines()[-1].startswith("proof: limit 2.00 GB, measured peak ")
     (folder,) = (here / "runs").iterdir()
     assert sorted(files(folder)) == [
         "events.jsonl",
@@ -234,7 +234,7 @@ def test_the_real_command_ends_with_the_proof_and_leaves_the_results(here):
     assert result["proof"]["violations"] == 0
     assert result["settings"] == events[0]["settings"]
     kept = {name: result["settings"][name] for name in ("epochs", "lr", "shuffle", "kappa", "mem_limit")}
-    assert kept == {"epochs": 1, "lr": 1e-4, "shuffle": "auto", "kappa": None, "mem_limit": "1GB"}
+    assert kept == {"epochs": 1, "lr": 1e-4, "shuffle": "auto", "kappa": None, "mem_limit": "2GB"}
     began, ended = (datetime.fromisoformat(text) for text in (events[0]["time"], result["finished"]))
     assert 0 <= (ended - began).total_seconds() <= result["seconds"] + 1
 

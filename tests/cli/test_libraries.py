@@ -10,6 +10,8 @@ import pytest
 
 from tests.library_models import FURTHER, OTHERS, THEIRS
 
+TAKE_LONGER = ["mobilenet_v3_small", "shards of bfloat16", "without its head"]
+QUICK = [name for name in [*THEIRS, *OTHERS] if name not in TAKE_LONGER]
 MISSING = [name for name in ("timm", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed, see seqpart[hf]: {', '.join(MISSING)}")
 
@@ -25,20 +27,20 @@ def looked_at(names):
 
 @pytest.fixture(scope="module")
 def found():
-    return looked_at([*THEIRS, *OTHERS])
+    return looked_at(QUICK)
 
 
 @pytest.fixture(scope="module")
 def found_further():
-    return looked_at([*FURTHER])
+    return looked_at([*TAKE_LONGER, *FURTHER])
 
 
-@pytest.mark.parametrize("name", [*THEIRS, *OTHERS])
+@pytest.mark.parametrize("name", QUICK)
 def test_a_model_of_a_library_does_in_blocks_what_it_does_whole(name, found):
     assert found[name] == ""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FURTHER)
+@pytest.mark.parametrize("name", [*TAKE_LONGER, *FURTHER])
 def test_further_models_do_in_blocks_what_they_do_whole(name, found_further):
     assert found_further[name] == ""

@@ -26,7 +26,7 @@ PROGRAM = """
 
     {setup}
     x, y = torch.randn(32, 8), torch.arange(32) % 3
-    options = dict(mem_limit="1GB", method="full", epochs=1, output_dir="out")
+    options = dict(mem_limit="2GB", method="full", epochs=1, output_dir="out")
     Trainer([lambda: nn.Linear(8, 3)], quiet={quiet}, **options).fit((x, y), (x, y))
 """
 INFO = 'logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s %(levelname)s %(message)s")'
@@ -50,7 +50,7 @@ def test_quiet_prints_nothing(tmp_path):
 def test_what_is_said_is_printed_where_nobody_has_set_logging_up(tmp_path):
     out, err = program(tmp_path, setup=DEFAULT)
     assert err == ""
-    assert "plan for 27 parameters" in out and out.splitlines()[-1].startswith("proof: limit 1.00 GB")
+    assert "plan for 27 parameters" in out and out.splitlines()[-1].startswith("proof: limit 2.00 GB")
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -61,7 +61,7 @@ def test_a_handler_of_the_programs_own_gets_all_of_it_once(quiet, tmp_path):
     assert out == ""
     assert sum(line.startswith("seqpart INFO plan for 27 parameters") for line in lines) == 1
     assert sum(line.split()[:2] == ["partition", "blocks"] for line in lines) == 0 and "partition  " in err, "the plan's table"
-    assert lines[-1].startswith("seqpart INFO proof: limit 1.00 GB")
+    assert lines[-1].startswith("seqpart INFO proof: limit 2.00 GB")
 
 
 def test_the_command_prints_although_the_users_model_sets_logging_up(tmp_path, monkeypatch, capsys):

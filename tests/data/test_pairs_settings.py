@@ -88,7 +88,7 @@ MODEL = """
         return [lambda: nn.Linear(12, 4)]
 """
 COMMON = [
-    "--model", "net:net", "--data", "npz:rows.npz", "--mem-limit", "1GB", "--epochs", "2", "--batch-size", "16", "--method",
+    "--model", "net:net", "--data", "npz:rows.npz", "--mem-limit", "2GB", "--epochs", "2", "--batch-size", "16", "--method",
     "psl", "--lr", "1e-2", "--save-every", "2", "--output-dir", "out",
 ]  # fmt: skip
 
@@ -110,6 +110,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bits_of_one_that_nobody_killed(opti
     assert ended(here) == whole
 
 
+@pytest.mark.slow
 def test_what_a_resumed_run_may_change_and_what_it_may_not(processes, here):
     assert processes.run(here, COMMON, at=("update", 60))[0] < 0
     assert processes.run(here, ["--resume", "out", "--loss", "cross-entropy"])[0] == 2

@@ -131,16 +131,21 @@ def test_no_run_loads_the_compiler(tmp_path, runs):
 @pytest.mark.parametrize(
     "run", ["mlp(Checkpointed)", "mlp(Compiled)", "mlp(), optimizer=lambda parameters: Breaking(parameters, lr=0.1)"]
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_what_needs_the_compiler_has_it_before_the_plan_is_made_and_keeps_its_limit(tmp_path, run):
     at_end, at_measurement = said(tmp_path, f'fitted({run}, method="streamed", partitions=3)')
     assert "torch._dynamo" in at_end
     assert at_measurement == at_end
 
 
-def test_who_imports_the_compiler_while_it_has_a_stand_in_gets_the_real_one(tmp_path):
+def test_a_stand_in_leaves_nothing_behind_and_who_imports_the_compiler_beside_it_gets_the_real_one(tmp_path):
     code = """
 from seqpart.device.compiler import without_compiler
+before = list(sys.meta_path), set(sys.modules)
+with without_compiler(), without_compiler():
+    torch.optim.Adam([nn.Parameter(torch.zeros(2))]).step()
+assert sys.meta_path == before[0] and not set(HEAVY) & set(sys.modules) and "_dynamo" not in vars(torch)
+assert "__dynamo_disable" not in vars(torch.optim.Optimizer.add_param_group.__wrapped__)
 with without_compiler():
     adam = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
     assert type(torch._dynamo).__module__ == "seqpart.device.compiler"
@@ -153,18 +158,7 @@ assert sys.modules["torch._dynamo"].__file__
     assert "torch._dynamo" in said(tmp_path, code)[0]
 
 
-def test_a_stand_in_leaves_nothing_behind(tmp_path):
-    code = """
-from seqpart.device.compiler import without_compiler
-before = list(sys.meta_path), set(sys.modules)
-with without_compiler(), without_compiler():
-    torch.optim.Adam([nn.Parameter(torch.zeros(2))]).step()
-assert sys.meta_path == before[0] and not set(HEAVY) & set(sys.modules) and "_dynamo" not in vars(torch)
-assert "__dynamo_disable" not in vars(torch.optim.Optimizer.add_param_group.__wrapped__)
-"""
-    assert said(tmp_path, code)[0] == "[]"
-
-
+@pytest.mark.slow
 def test_a_block_that_asks_for_symbols_gets_them_and_one_that_checks_a_number_needs_none(tmp_path):
     """Attention with a mask of padding loaded sympy, 40 MB, which a limit that a refusal named did not know of."""
     code = """
@@ -187,11 +181,12 @@ assert sys.modules["torch.fx.experimental.symbolic_shapes"].__file__
     assert "sympy" in said(tmp_path, code)[0]
 
 
-def test_a_process_of_our_own_loads_no_distributed_tensors_and_others_may_use_them(tmp_path):
-    code = "import sys; {}from seqpart.train import main; main(); print('torch.distributed.tensor' in sys.modules)"
-    for prepared, told in (("from seqpart.launch import prepare; prepare(); ", "False"), ("", "True")):
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(prepared), *SMALL, "--dry-run"], cwd=tmp_path, env=ENVIRONMENT,
-            capture_output=True, text=True, timeout=SECONDS, check=False,
-        )  # fmt: skip
-        assert done.stdout.splitlines()[-1] == told, done.stderr
+@pytest.mark.parametrize(("prepared", "told"), [("from seqpart.launch import prepare; prepare(); ", "False"), ("", "True")])
+@pytest.mark.few(1)
+def test_a_process_of_our_own_loads_no_distributed_tensors_and_others_may_use_them(prepared, told, tmp_path):
+    code = f"import sys; {prepared}from seqpart.train import main; main(); print('torch.distributed.tensor' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *SMALL, "--dry-run"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True,
+        timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == told, done.stderr

@@ -252,11 +252,16 @@ def test_the_versions_name_what_a_bug_report_needs():
 
 
 def test_once_settled_freed_memory_leaves_the_process():
-    """In a process of its own: the allocator's settings hold for all of it. One late block pins a heap that is not settled."""
+    """In a process of its own: the allocator's settings hold for all of it. One late block pins a heap that is not settled.
+
+    A run whose process had used much memory before took the holes of its heap, one for each block, and passed its limit.
+    """
     program = """
 import contextlib, sys, torch
 from seqpart.device.device import Device
 from seqpart.device.usage import read_process
+used = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(200 * (sys.argv[1] == "settled")) for nbytes in (1_000_000, 100)]
+used, between = None, used[1::2]
 with Device().settled() if sys.argv[1] == "settled" else contextlib.nullcontext():
     before = read_process().anon
     many = [torch.ones(100_000, dtype=torch.uint8) for _ in range(1000)]

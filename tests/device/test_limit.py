@@ -221,6 +221,7 @@ def test_the_runtime_is_measured_after_its_libraries_have_warmed_up():
     assert runtime > 20 * MB, "an interpreter with torch is never smaller"
 
 
+@pytest.mark.own_process
 def test_what_is_done_before_a_plan_takes_no_more_than_the_least_peak(tmp_path):
     """The disk was probed with 16 MB: for a moment, and a network of less was seen to pass its prediction."""
     meter = HighWater(Device())

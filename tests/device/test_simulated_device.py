@@ -234,10 +234,10 @@ def test_every_way_to_train_on_it_gives_the_bits_of_the_cpu(name, arm):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_under_many_delays_the_bits_stay_those_of_the_cpu(name, arm):
-    """50 seeds each: 200 orders of copies."""
+    """Each way with a seed of its own: 108 orders of copies."""
     trained = arm(name)
     expected = trained.run(FULL)
-    for seed, how in zip(range(50), itertools.cycle([FULL, *HOWS]), strict=False):
+    for seed, how in enumerate([FULL, *HOWS]):
         in_host = bool({"host", "mixed"} & {how.boundary_tier, how.offloads})
         ram = {"ram_limit": "1"} if seed % 3 == 0 and not in_host else {}  # homes on the disk
         found = trained.run(how, device=f"{SIM}@{100 + seed}", **ram)

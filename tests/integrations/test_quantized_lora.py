@@ -79,6 +79,7 @@ def test_a_lora_over_a_quantized_base_has_the_bits_of_a_plain_loop(name, directo
         assert not other_bits(load_file(result.weights), expected), method
 
 
+@pytest.mark.slow
 def test_the_adapter_alone_is_written_and_gives_the_same_over_the_same_base(directory, tmp_path):
     model = adapted(directory)
     trained(tmp_path / "run", model).save_adapter(tmp_path / "adapter")

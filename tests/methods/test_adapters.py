@@ -58,7 +58,7 @@ def layers(frozen):
     return model
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.sets(st.integers(0, 5), max_size=5))
 def test_frozen_blocks_have_no_state_no_gradient_and_are_never_written_back(tmp_path_factory, frozen):
     steps = Steps()
@@ -270,8 +270,7 @@ def test_a_base_that_lacks_tensors_is_refused_and_the_adapter_is_not_among_them(
         trained(tmp_path / "run", on_meta(adapted()), weights=tmp_path / "base")
 
 
-@pytest.mark.parametrize("micro_batch_size", [8, 64])
-@pytest.mark.few(1)
+@pytest.mark.parametrize("micro_batch_size", [64, pytest.param(8, marks=pytest.mark.slow)])
 def test_all_linear_layers_are_planned_at_every_cut(micro_batch_size, tmp_path):
     """What a graph holds beyond its boundaries was less than nothing where frozen layers come first, and planning failed."""
     trainer = Trainer(

@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_under_another_limit_keeps_its_labels_as_they_were(ma
         trainer.fit(rows(), rows(20), reporter=Stopping(4))
     Trainer(
         blocks,
-        mem_limit="1GB",
+        mem_limit="2GB",
         method="sil",
         partitions=(0, 1),
         epochs=4,

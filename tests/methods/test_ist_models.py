@@ -321,7 +321,7 @@ def test_on_a_simulated_device_it_has_the_bits_of_the_cpu(tmp_path):
     assert found.weights.read_bytes() == expected.weights.read_bytes()
 
 
-COMMAND = "--method ist --subnets 4 --local-steps 20 --mem-limit 1GB --width 256 --depth 2 --epochs 1"
+COMMAND = "--method ist --subnets 4 --local-steps 20 --mem-limit 2GB --width 256 --depth 2 --epochs 1"
 
 
 @machine

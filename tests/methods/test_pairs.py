@@ -244,7 +244,7 @@ def test_the_peak_is_predicted_as_that_of_other_methods_is(tmp_path):
     random = np.random.default_rng(0)
     images = random.integers(0, 255, (600, 3, 32, 32)).astype(np.uint8)
     np.savez(tmp_path / "some.npz", x_train=images, y_train=np.arange(600) % 10, x_test=images[:50], y_test=np.arange(50) % 10)
-    words = ["--mem-limit", "1GB", "--method", "psl", "--model", "psnet", "--data", "npz:some.npz", "--batch-size", "300"]
+    words = ["--mem-limit", "2GB", "--method", "psl", "--model", "psnet", "--data", "npz:some.npz", "--batch-size", "300"]
     ran = run(tmp_path, *words, "--epochs", "2", "--output-dir", "run", "--save-every", "never")
     assert ran.code == 0, ran.err
     proof = json.loads((tmp_path / "run" / "result.json").read_text())["proof"]

@@ -195,6 +195,7 @@ def test_a_loss_is_named_for_the_labels_that_it_can_judge_and_once():
         Trainer(None, F.cross_entropy, settings=Settings(mem_limit="2GB", method="full", loss="psl"))
 
 
+@pytest.mark.slow
 def test_the_command_trains_verifies_and_refuses_by_the_name_of_the_loss(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = ["--mem-limit", "2GB", "--loss", "psl", "--width", "16", "--depth", "2", "--epochs", "2", "--lr", "1e-3"]

@@ -131,7 +131,7 @@ def test_a_damaged_value_that_all_rows_share_is_named(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "options", [{"cache_dtype": "bf16"}, {"cache_dtype": "bf16", "ram_limit": "100MB"}], ids=["disk", "ram"]
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_what_learns_waits_in_bfloat16_and_masks_and_positions_as_they_are(options, tmp_path):
     exact = trained("decoder", tmp_path / "exact")[1]
     narrow = trained("decoder", tmp_path / "narrow", **options)[1]
@@ -143,6 +143,7 @@ def test_what_learns_waits_in_bfloat16_and_masks_and_positions_as_they_are(optio
 
 
 @pytest.mark.parametrize("name", only_quick(["unet", "decoder"], ["decoder"]))
+@pytest.mark.slow
 def test_a_simulated_accelerator_gives_the_same_bits(name, tmp_path):
     """Its copies come late and in any order: what is read before it is there, or freed too early, is noticed."""
     here, there = (

@@ -87,7 +87,7 @@ def fitted(folder, *optimizer, **options):
 
 
 def test_python_takes_adamw_which_is_adam_but_for_weight_decay(tmp_path):
-    assert Settings(mem_limit="1GB", method="auto").optimizer == "adamw"
+    assert Settings(mem_limit="2GB", method="auto").optimizer == "adamw"
     assert {field.name: field.default for field in dataclasses.fields(Job)}["optimizer"] == "adam"
     found = {
         (name, decay): fitted(tmp_path / f"{name}{decay}", *([] if name == "default" else [name]), weight_decay=decay)

@@ -255,4 +255,4 @@ def test_weights_of_a_file_are_evaluated_and_the_model_keeps_its_own(tmp_path):
 )
 def test_what_it_does_not_go_with_is_refused(options, words):
     with pytest.raises(OptionError, match=words):
-        Settings(**{"mem_limit": "1GB", "method": "auto", **options})
+        Settings(**{"mem_limit": "2GB", "method": "auto", **options})

@@ -56,7 +56,9 @@ def test_batch_norm_is_planned_although_it_refuses_a_single_row(tmp_path):
 
 
 @pytest.mark.parametrize("method", only_quick(["auto", "streamed", "full", "sil"], ["auto", "sil"]))
-def test_a_limit_that_is_too_small_for_a_model_that_takes_no_single_row_is_refused_with_the_one_that_is_not(method, tmp_path):
+def test_a_limit_that_is_too_small_for_a_model_that_takes_no_single_row_is_refused_with_the_one_that_is_not(
+    method, known_machine, tmp_path
+):
     """The exact methods tried one row last, and BatchNorm's refusal of it came out as bad input (exit code 2)."""
     model = [lambda: nn.Linear(12, 12), lambda: nn.BatchNorm1d(12), lambda: nn.Linear(12, 4)]
     rows = torch.randn(64, 12), torch.arange(64) % 4
@@ -108,7 +110,7 @@ def test_batches_that_no_block_with_statistics_divides_are_no_reason_to_refuse(c
     assert run.fit(rows, rows).proof.violations == 0
 
 
-def test_the_planner_passes_over_micro_batches_that_leave_a_single_row(tmp_path):
+def test_the_planner_passes_over_micro_batches_that_leave_a_single_row(known_machine, tmp_path):
     """45 rows in batches of 20 end with 5: by 4 at a time that would be 4 and 1."""
     rows = torch.randn(45, 6), torch.arange(45) % 2
     options = {"method": "streamed", "batch_size": 20, "partitions": (0, 2), "output_dir": tmp_path}

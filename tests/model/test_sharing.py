@@ -51,6 +51,7 @@ def convolutions():
 
 @pytest.mark.parametrize("how", ["full", "streamed", "streamed, clipped"])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.few(3)
 def test_weights_that_do_not_lie_row_by_row_train_to_the_bits_of_a_plain_loop(how, optimizer, tmp_path):
     """They were laid row by row: kernels of channels_last add in another order, and `full` differed from a plain loop."""
     (x, y), plain = data(3, 8, 8), convolutions()

@@ -282,6 +282,7 @@ def limit_above_runtime(nbytes):
 
 
 @pytest.mark.slow
+@pytest.mark.own_process
 def test_a_vocabulary_larger_than_the_limit_is_trained_in_tiles_without_being_asked(tmp_path):
     with parameters_on_meta():
         model = made(tied=True, **LARGE)
@@ -356,6 +357,7 @@ def test_every_way_gives_the_bits_of_whole_training_over_the_same_tiles(how, ful
 
 
 @pytest.mark.slow
+@pytest.mark.own_process
 def test_scores_are_gone_when_the_head_learns_as_the_plan_has_it(tmp_path):
     """The executor held the output while its gradient and that of the head's weight were there: 122 MB beyond a plan."""
     vocabulary = 16_000

@@ -198,6 +198,7 @@ def test_a_run_goes_on_where_its_weights_are_gone(tmp_path):
     assert_equal(again.state_dict(), expected.state_dict())
 
 
+@pytest.mark.own_process
 def test_weights_larger_than_the_limit_are_trained_inside_it(tmp_path):
     width, count = 1500, 24
     with parameters_on_meta():
@@ -205,7 +206,7 @@ def test_weights_larger_than_the_limit_are_trained_inside_it(tmp_path):
     tensors = {name: torch.randn(tensor.shape) / 40 for name, tensor in model.state_dict().items()}
     save_file(tensors, tmp_path / "some.safetensors")
     del tensors
-    limit = measure_runtime(Device()) + (180 << 20)  # what tests before it left in this process counts too
+    limit = measure_runtime(Device()) + (180 << 20)
     run = trainer(
         tmp_path, model, weights=tmp_path / "some.safetensors", mem_limit=f"{limit >> 20}MB", partitions="auto", epochs=1,
         optimizer="sgd", batch_size=40,

@@ -35,6 +35,7 @@ def printed(folder, snippet):
     return [line.split() for line in done.stdout.splitlines() if re.match(r"\d+(\.\d+)? ", line)]
 
 
+@pytest.mark.slow
 def test_the_callback_hears_of_every_update(tmp_path):
     assert [words[0] for words in printed(tmp_path, CALLBACKS)] == ["1", "2", "3", "4"]
 

@@ -153,7 +153,7 @@ def run_snippet(text, folder):
         assert re.search(r"^\d\.\d+ /\S+/runs/\S+/model\.safetensors proof: .* violations 0$", done.stdout, re.MULTILINE)
 
 
-FIRST = [name for name in SNIPPETS if name.startswith(("README", "your_model"))]
+FIRST = [name for name in SNIPPETS if name.startswith("README")]
 """What a new user runs."""
 
 
@@ -200,7 +200,7 @@ def schedule_behind(command):
 
 
 @pytest.mark.parametrize("command", [SCHEDULE, OTHER_SCHEDULE])
-def test_a_schedule_is_what_the_readme_prints(command, here, capsys):
+def test_a_schedule_is_what_the_readme_prints(command, known_machine, here, capsys):
     more = shlex.split(OTHER_SCHEDULE.strip(". ")) if command == OTHER_SCHEDULE else []
     ran = call(capsys, *options(SCHEDULE), *more)
     assert ran.code == 0, ran.err

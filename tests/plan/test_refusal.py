@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpart.device.limit import margin_of, what_helps
@@ -25,6 +25,7 @@ large = st.builds(
 )  # fmt: skip
 
 
+@settings(max_examples=30)
 @given(
     st.lists(large, min_size=1, max_size=6), chains.speeds, st.sampled_from(["auto", "streamed", "checkpointed", "full"]),
     st.sampled_from([("device",), ("device", "disk")]), st.booleans(), st.booleans(),
@@ -142,7 +143,7 @@ def slowly(*methods):
     return [pytest.param(method, marks=pytest.mark.slow) for method in methods]
 
 
-GROWING = ["auto", "ist --subnets 2", *slowly("streamed", "sil", "sil --partitions 4")]
+GROWING = slowly("auto", "ist --subnets 2", "streamed", "sil", "sil --partitions 4")
 
 
 def named_in(ran):

@@ -34,7 +34,7 @@ WAYS = {
 @pytest.fixture(autouse=True)
 def runtime(known_machine, monkeypatch):
     """Of the plans: what tests before these have loaded into this process is no part of it, and it has to be less."""
-    nbytes = max(500 << 20, read_process().held + (64 << 20))
+    nbytes = max(1 << 30, read_process().held + (256 << 20))
     known_runtime(monkeypatch, nbytes)
     return nbytes
 
@@ -73,7 +73,7 @@ def answers(plan):
 
 
 @pytest.mark.parametrize(("name", "first", "then"), in_turn([*WAYS], [SPEEDS, SLOW], [SLOW, SPEEDS]))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_goes_on_with_the_plan_that_it_had_however_fast_the_machine_is_now(
     name, first, then, runtime, tmp_path, monkeypatch
 ):

@@ -71,7 +71,7 @@ def law(chain, speeds, share, method, boundary_tiers=("device",), apart=None):
         assert found.seconds <= SLOWER * best, "a plan of the same space is faster"
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.lists(blocks, min_size=2, max_size=3), speeds, st.floats(0, 1))
 def test_the_search_finds_nearly_the_fastest_plan_of_a_small_chain(chain, speeds, share):
     law(chain, speeds, share, STREAMED)
@@ -112,12 +112,14 @@ def test_a_second_slot_is_given_up_for_a_large_partition_that_stays():
     law([block(KB, 0, KB, 10**6), block(12 * KB, 0, KB, 10**6), block(51 * KB, 0, KB, 10**6)], SLOW_DISK, 0.125, STREAMED)
 
 
+@pytest.mark.slow
 def test_graphs_that_are_gone_where_most_memory_is_needed_count_as_free():
     """Bytes that add up ruled the second slot out before it was looked at: 3 % slower."""
     chain = [(52, 0, 61), (20, 23, 75), (21, 0, 21), (1, 0, 1)]
     law([block(weights * KB, saved * KB, KB, flops * 10**6) for weights, saved, flops in chain], SLOW_DISK, 0.09375, STREAMED)
 
 
+@pytest.mark.slow
 def test_two_partitions_that_stay_and_the_graphs_of_others_are_found_together():
     """800 simulations were used up before the plan with one slot was made better: 2.5 % slower."""
     chain = [(90112, 118784, 20480, 72), (90112, 118784, 20480, 72), (188416, 4096, 20480, 5), (159744, 36864, 4096, 76)]
@@ -191,7 +193,7 @@ def test_what_a_cut_takes_at_least_is_never_more_than_what_it_takes(chain, slots
 
 
 @pytest.mark.parametrize("method", [STREAMED, CHECKPOINTED], ids=lambda method: method.name)
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     chain=st.lists(blocks, min_size=3, max_size=9), speeds=speeds, shares=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     micro_batch=st.sampled_from([8, 16]),
@@ -208,12 +210,14 @@ def test_the_cut_that_is_the_fastest_before_memory_is_spent_well_need_not_be_so_
     assert after <= before
 
 
+@pytest.mark.slow
 def test_one_boundary_elsewhere_makes_room_for_all_partitions_to_stay():
     """Found by the law above: all boundaries began on the device, or none did, and neither way led there: 2 x."""
     chain = [block(9 * KB, 0, 3 * KB, 10**6), block(17 * KB, 36 * KB, 26 * KB, 10**6), block(KB, 0, KB, 10**6)]
     law(chain, SLOW_DISK, 0.0, STREAMED, boundary_tiers=("device", "disk"))
 
 
+@pytest.mark.slow
 def test_where_all_boundaries_wait_elsewhere_one_of_them_may_do():
     """Found by the same law: all waited on the disk, and none of them alone was tried from there: 9 % slower."""
     chain = [(53248, 32768, 61440, 10), (73728, 77824, 106496, 56), (53248, 32768, 61440, 10)]
@@ -221,6 +225,7 @@ def test_where_all_boundaries_wait_elsewhere_one_of_them_may_do():
     law(chain, SLOW_DISK, 0.0, STREAMED, boundary_tiers=("device", "disk"))
 
 
+@pytest.mark.slow
 def test_a_graph_that_would_take_more_than_is_left_where_bytes_add_up_is_tried():
     """All partitions stay, one boundary waits on the disk and one graph is kept: no single step led there, 8 % slower."""
     chain = [(77824, 143360, 225280, 36), (12288, 155648, 208896, 100), (49152, 106496, 106496, 67)]

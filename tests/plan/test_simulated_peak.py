@@ -300,6 +300,7 @@ def test_when_the_simulated_schedule_ends_nothing_is_loaded_and_nothing_is_left(
     assert last.live <= last.slots + buffers + PAGE
 
 
+@pytest.mark.few(5)
 def test_the_printed_schedule_is_the_executed_one(fit):
     prepared, executed = fit.prepared, [seen.done.step for seen in fit.steps]
     printed = to_text(executed, prepared.phases)
@@ -327,7 +328,7 @@ class Keeps(nn.Module):
         return torch.relu(self.last.detach()) + self.linear(x)
 
 
-def test_tensors_in_plain_attributes_are_counted_for_every_block_of_the_chain(tmp_path):
+def test_tensors_in_plain_attributes_are_counted_for_every_block_of_the_chain(known_machine, tmp_path):
     """Nobody frees them when their partition leaves: memory grew with the number of blocks, and ran out inside the limit."""
     data = torch.randn(4096, 512), torch.arange(4096) % 4
     needs = []

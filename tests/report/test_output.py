@@ -49,7 +49,8 @@ def test_a_closed_or_full_output_ends_the_output_and_not_the_training(line, err,
     assert json.loads((tmp_path / "out" / RESULT).read_text())["proof"]["violations"] == 0
 
 
-@pytest.mark.parametrize("line", ["$SEQPART --help", "$SEQPART doctor", "$TRAIN --help", "$TRAIN --dry-run"])
+@pytest.mark.parametrize("line", ["$SEQPART --help", "$SEQPART doctor", "$TRAIN --dry-run", "$TRAIN --help"])
+@pytest.mark.few(2)
 def test_what_is_there_to_be_read_alone_ends_with_an_error_where_the_disk_is_full(line, tmp_path):
     """The help, the machine's figures and a plan ended with 0, and a file had half of them."""
     ran = through_shell(tmp_path, f"SEQPART='{sys.executable} -m seqpart'; {line} >/dev/full")
@@ -80,7 +81,7 @@ SCRIPT = """
 
     def fit(**named):
         x, y = torch.arange(320.0).view(40, 8).sin(), torch.arange(40) % 3
-        options = {"mem_limit": "1GB", "method": "full", "batch_size": 8, "epochs": 2, "quiet": True}
+        options = {"mem_limit": "2GB", "method": "full", "batch_size": 8, "epochs": 2, "quiet": True}
         if not named:
             options["output_dir"] = "out"
         return Trainer([lambda: nn.Linear(8, 3), Sending], **options).fit((x, y), (x, y), **named)
@@ -193,7 +194,8 @@ def test_a_process_that_is_too_small_for_the_libraries_is_one_message(tmp_path):
     assert done.stderr.startswith("seqpart: PyTorch does not fit into this process, whose size is limited (ulimit -v)")
 
 
-@pytest.mark.parametrize("kind", [pytest.param("v", marks=pytest.mark.slow), "d"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["v", "d"])
 def test_a_limit_beyond_what_the_process_may_have_is_refused_and_auto_keeps_below_it(kind, tmp_path):
     """Allocations failed inside the limit until memory ran out, and the advice was a larger one."""
     code = "from seqpart.device.process_limits import room; import torch; print(room())"

@@ -172,6 +172,7 @@ def test_the_page_of_an_interrupted_run_of_a_script_says_how_the_script_goes_on(
     assert f'Go on with: fit(..., resume="{tmp_path / "out"}")' in Page((tmp_path / "out" / PAGE).read_text()).text
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_a_page_that_says_what_is_missing_and_a_resumed_one_has_both_processes(tmp_path, capsys):
     arguments = [*SMALL, "--method", "full", "--epochs", "2000", "--save-every", "20", "--output-dir", "out"]
     killed = end(start(tmp_path, *arguments, until="epoch 4 "), signal.SIGKILL)

@@ -100,9 +100,9 @@ def test_a_library_that_is_not_there_is_refused_with_the_command_that_installs_i
 
 def test_what_cannot_be_told_is_refused(capsys):
     assert refused(call(capsys, *SMALL, "--log", "mlflow"), 2, "--log: expected tensorboard or wandb; found 'mlflow'")
-    assert Settings.of(mem_limit="1GB", method="full", log=["wandb", "tensorboard"]).trackers == ("wandb", "tensorboard")
+    assert Settings.of(mem_limit="2GB", method="full", log=["wandb", "tensorboard"]).trackers == ("wandb", "tensorboard")
     with pytest.raises(OptionError, match="verify runs training several times"):
-        verify(MODEL, classified(8, (8,)), mem_limit="1GB", log="wandb")
+        verify(MODEL, classified(8, (8,)), mem_limit="2GB", log="wandb")
 
 
 # --- the libraries themselves ---------------------------------------------------------------------------------------------

@@ -144,6 +144,7 @@ class Once(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.own_process
 def test_a_plan_that_can_do_with_less_memory_is_tried_before_the_micro_batch_is_halved(tmp_path):
     """A ResNet-50 whose plan was 5 % too small went on with halves: its BatchNorm then learned something else."""
     width, options = 700, {"method": "auto", "partitions": tuple(range(9)), "save_every": "never", "epochs": 3}

@@ -67,7 +67,7 @@ class Touching:
 def trainer(model, method, optimizer=adamw, **options):
     cut = {"partitions": (0, 1, 2)} if method == "streamed" else {}
     return Trainer(
-        model, None, optimizer, mem_limit="1GB", method=method, batch_size=8, micro_batch_size=8, quiet=True, **cut, **options
+        model, None, optimizer, mem_limit="2GB", method=method, batch_size=8, micro_batch_size=8, quiet=True, **cut, **options
     )
 
 
@@ -118,7 +118,7 @@ LATER = {
 @METHODS
 @pytest.mark.parametrize(("frozen", "updates"), CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("clip", [None, 0.3])
-@pytest.mark.few(16)
+@pytest.mark.few(7)
 def test_what_is_frozen_stays_from_the_next_update_on(way, method, frozen, updates, clip, tmp_path):
     options = {"clip_grad_norm": clip} if clip else {}
     assert_same(
@@ -128,6 +128,7 @@ def test_what_is_frozen_stays_from_the_next_update_on(way, method, frozen, updat
 
 @METHODS
 @pytest.mark.parametrize(("frozen", "updates"), LATER.values(), ids=LATER)
+@pytest.mark.few(5)
 def test_what_is_to_learn_later_has_a_plan_made_anew(method, frozen, updates, tmp_path):
     """The state of what was trained stays, also of what was frozen since."""
     assert_same(trained(net(frozen), method, "callback", at(updates), tmp_path), plainly(net(frozen), at(updates)))
@@ -244,7 +245,7 @@ def test_the_approximate_methods_obey_it_or_refuse_it(method, tmp_path):
 
     options = {"partitions": 2} if method == "sil" else {"subnets": 2}
     made = Trainer(
-        model, mem_limit="1GB", method=method, batch_size=8, micro_batch_size=8, epochs=2, lr=0.1, quiet=True,
+        model, mem_limit="2GB", method=method, batch_size=8, micro_batch_size=8, epochs=2, lr=0.1, quiet=True,
         output_dir=tmp_path / "run", **options,
     )  # fmt: skip
     if method == "ist":
@@ -276,7 +277,7 @@ TOUCHES = {
 @WAYS
 @METHODS
 @pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
-@pytest.mark.few(12)
+@pytest.mark.few(5)
 def test_a_weight_that_is_touched_is_refused_where_that_is_done(way, method, touch, tmp_path):
     model = net()
     with pytest.raises(ModelError, match=r"is not in the model while a run has it.*state_dict.*forward") as error:
@@ -295,6 +296,7 @@ def test_the_cure_of_a_clamp_in_the_forward_pass_works(method, tmp_path):
 
 @WAYS
 @METHODS
+@pytest.mark.few(3)
 def test_shapes_and_what_they_say_may_be_looked_at(way, method, tmp_path):
     seen = []
 
@@ -312,6 +314,7 @@ def test_shapes_and_what_they_say_may_be_looked_at(way, method, tmp_path):
 
 @WAYS
 @METHODS
+@pytest.mark.few(3)
 def test_options_of_an_optimizer_that_are_changed_are_refused(way, method, tmp_path):
     held = []
 

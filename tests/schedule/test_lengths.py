@@ -68,6 +68,7 @@ def test_so_many_updates_are_those_of_a_plain_loop(options, updates, method, tmp
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.few(2)
 def test_evaluations_in_the_midst_of_epochs_change_no_bit(how, monkeypatch, tmp_path):
     arm = Arm(monkeypatch, tmp_path, how, fresh(statistics), numbers((12,)), epochs=3, lr_schedule="cosine", **CUT)
     weights, _, *test = ended(arm.fit("alone"))

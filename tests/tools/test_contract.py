@@ -85,7 +85,7 @@ def test_on_a_gpu_nvml_sees_the_limit_kept_and_the_peak_predicted(limit, tmp_pat
         ("340MB", ["--width", "64", "--depth", "2", "--method", "full"]),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_the_proof_reports_what_a_watcher_outside_sees(limit, job, few, tmp_path):
     ran = Ran(tmp_path, ["--mem-limit", limit, *job, "--epochs", "1", *few])
     assert ran.code == 0, ran.out + ran.err

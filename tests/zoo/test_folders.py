@@ -86,7 +86,7 @@ def test_what_looks_like_splits_and_is_not_is_refused(name, tmp_path):
 def test_the_command_says_so_with_exit_code_2(tmp_path, capsys):
     for folder in ("train", "val"):
         images(tmp_path / folder)
-    ran = call(capsys, "--data", f"folder:{tmp_path}", "--mem-limit", "1GB")
+    ran = call(capsys, "--data", f"folder:{tmp_path}", "--mem-limit", "2GB")
     assert refused(ran, 2, "look like splits", "train/CLASS/ and test/CLASS/")
 
 

@@ -125,5 +125,5 @@ def test_what_is_no_folder_of_images_is_refused_in_words(tmp_path, folder, capsy
         datasets.load(f"imagefolder:{folder}")
     with pytest.raises(OptionError, match=r"augment goes with"):
         datasets.load("digits", augment="cifar")
-    ran = call(capsys, "--mem-limit", "1GB", "--data", f"imagefolder:{folder}", "--augment", "much")
+    ran = call(capsys, "--mem-limit", "2GB", "--data", f"imagefolder:{folder}", "--augment", "much")
     assert (ran.code, "expected one of imagenet, cifar, none; found 'much'" in ran.err) == (2, True)
