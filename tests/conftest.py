@@ -1,6 +1,5 @@
 """What every test shares: a fixed seed, and a report that names torch and the device."""
 
-import functools
 import gc
 import importlib
 import os
@@ -55,11 +54,9 @@ def nothing_left_behind():
 @pytest.fixture(autouse=True, scope="session")
 def small_probe_of_the_disk():
     """A plan probes the disk with 64 MB: 0.2 s of each of a thousand short runs, whose plans hang on no speed."""
-    from seqpart.profile import machine as hardware  # not before, as below
+    from seqpart.profile.machine import MEASURED  # not before, as below
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hardware, "probe_disk", functools.partial(hardware.probe_disk, nbytes=8 << 20))
-        yield
+    MEASURED.disk_probe = 8 << 20
 
 
 @pytest.fixture

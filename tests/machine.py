@@ -1,7 +1,6 @@
-"""The machine as plans see it, without measuring it: most of so short a run. What planning calls for it is named here alone."""
+"""A machine that plans are given, and do not measure, which takes most of so short a run."""
 
-from seqpart.plan import inputs
-from seqpart.profile.machine import Speeds
+from seqpart.profile.machine import MEASURED, Speeds
 
 SPEEDS = Speeds(flops=1e10, optimizer=1e8, read=1e9, write=1e9)
 
@@ -13,7 +12,7 @@ def known(patch):
 
 
 def known_runtime(patch, nbytes):
-    patch.setattr(inputs, "measure_runtime", lambda _: nbytes)
+    patch.setattr(MEASURED, "runtime", lambda _: nbytes)
 
 
 def known_speeds(patch, speeds=SPEEDS):
@@ -21,4 +20,4 @@ def known_speeds(patch, speeds=SPEEDS):
 
 
 def measured_by(patch, measure):
-    patch.setattr(inputs, "measure_speeds", measure)
+    patch.setattr(MEASURED, "speeds", measure)

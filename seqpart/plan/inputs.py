@@ -18,7 +18,7 @@ from seqpart.data.reading import Reading
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.device.device import Device, host_memory_free
-from seqpart.device.limit import any_plan_fits, enforced, limit_of, margin_of, measure_runtime, warm_up
+from seqpart.device.limit import any_plan_fits, enforced, limit_of, margin_of, warm_up
 from seqpart.errors import DoesNotFit, OptionError
 from seqpart.fields import as_text, per_partition, values_of
 from seqpart.methods.method import Method, PartitionLoss, Targets
@@ -34,7 +34,7 @@ from seqpart.plan.plan import Plan, PlanRequest
 from seqpart.profile.blocks import BlockCost, measure_chain, measure_loss, refuse_lost_gradients
 from seqpart.profile.fake_mode import quiet_log
 from seqpart.profile.initial_weights import initial_weights
-from seqpart.profile.machine import existing, measure_speeds
+from seqpart.profile.machine import MEASURED, existing
 from seqpart.profile.partition import LossCost
 from seqpart.profile.trials import Trials
 from seqpart.schedule.lengths import Length, length_of, refuse_endless_warmup
@@ -160,14 +160,14 @@ class Inputs:
     def _measure_machine(self) -> None:
         """Measures the runtime and the speeds with emptied modules, as they are during training."""
         self.live_bytes = self.live_modules.nbytes(self.device.kind)
-        self.runtime = measure_runtime(self.device)
+        self.runtime = MEASURED.runtime(self.device)
         self._held = self.trials.held()
         self._check_partitions()
         self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, self.train.count)))
         # Read once: a second plan, after a failed allocation, is made when the host pool has taken its share.
         self.host_free = host_memory_free()
         rows = min(self.largest_batch, self.train.count, 256)  # a rate, and not the memory of a whole batch
-        self.speeds = measure_speeds(self.device, self.possible_optimizers()[0], rows, self.folder, self.dry)
+        self.speeds = MEASURED.speeds(self.device, self.possible_optimizers()[0], rows, self.folder, self.dry)
 
     def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
         before = self.trials.held()

@@ -12,6 +12,7 @@ import torch
 from seqpart.device.card import Hardware
 from seqpart.device.compiler import take_step
 from seqpart.device.device import DOWN, UP, Device
+from seqpart.device.limit import measure_runtime
 from seqpart.model.optimizers import Optimizer
 from seqpart.profile.partition import PartitionCost
 from seqpart.store.direct import probe_disk
@@ -57,7 +58,8 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
     if device.hardware is not None:
         return speeds_of(device.hardware)
     _LOGGER.debug("the speed of the disk and of matrix products is measured")
-    read, write = probe_disk(existing(folder), hidden=dry)  # first: its buffer is gone when the others come
+    # First: its buffer is gone when the others come.
+    read, write = probe_disk(existing(folder), hidden=dry, nbytes=MEASURED.disk_probe)
     copy = _copies(device)
     weight = torch.ones(1024, 1024, dtype=torch.float32, device=device.torch)
     x = torch.ones(rows, 1024, dtype=torch.float32, device=device.torch)
@@ -88,6 +90,19 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
         copy=copy,
     )
 
+
+@dataclass(kw_only=True, slots=True)
+class Measurements:
+    """How plans measure the process and the machine they are made for: a test gives them a machine that is known."""
+
+    runtime: Callable[[Device], int] = measure_runtime
+    """Bytes that libraries hold."""
+    speeds: Callable[[Device, Optimizer, int, Path, bool], Speeds] = measure_speeds
+    disk_probe: int = 64 << 20
+    """Bytes that are written and read to measure the disk."""
+
+
+MEASURED = Measurements()
 
 _PROBE = 64 << 20
 """Bytes of the copy that measures a link."""

@@ -173,7 +173,7 @@ def test_memory_that_runs_out_at_micro_batch_one_is_said_with_the_step_and_the_c
 @pytest.mark.parametrize(
     ("place", "code", "told"),
     [
-        ("seqpart.plan.inputs.measure_speeds", 3, "is too small to plan in"),
+        ("seqpart.profile.machine.MEASURED.speeds", 3, "is too small to plan in"),
         ("seqpart.runtime.run.data_digest", 4, "OutOfMemory: memory ran out while"),
     ],
 )
