@@ -51,7 +51,7 @@ def problem_of(count: int, rows: int) -> Problem:
         chain=chain, device="cpu", host_counts=True, limit=0, runtime=300 << 20, growth=1 << 20, costs_at=costs_at,
         counted_at=costs_at, states=[moments(cost) for cost in costs_at(BATCH)], loss_of=lambda rows: lambda _: (120 * rows, 0),
         fused=True, heap_below=RETURNED_FROM, batch_size=BATCH, the_batch=BATCH, micro_batch=None, starts=None, count=None,
-        speeds=SPEEDS, clips=False, boundary_tiers=("device", "disk"), host_room=0, label_row=8, input_row=layout,
+        speeds=SPEEDS, defers_updates=False, boundary_tiers=("device", "disk"), host_room=0, label_row=8, input_row=layout,
         row_pack=lambda _: RowPack.of_one(0, layout), cuts_behind=lambda _: True, train_rows=rows, test_rows=10_000,
         contention=0.3, auto=True, may_keep_heap=True,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Handles Ctrl-C between two steps, not in the middle of one.
+"""Holds Ctrl-C back until the update ends, or between two steps of the schedule where nothing is saved.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be, also between taking a lock that it shares with
 the reader's thread and noting that it is taken. That lock stays locked, and the run hangs while it cleans up. So while

@@ -32,7 +32,7 @@ from seqpart.model.metrics import Metrics, Tally
 from seqpart.plan.plan import AS_ASKED, Plan, PlanRequest, PlanWording
 from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.profile.partition import state_layouts
-from seqpart.schedule.best import Kept
+from seqpart.schedule.best import LoopState
 from seqpart.schedule.lengths import AT_THE_END
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
@@ -74,7 +74,7 @@ class State(msgspec.Struct, kw_only=True):
     label_bytes: Whole | None
     """Most bytes of synthetic labels that are kept whole, since the limit may have changed."""
     job: dict[str, Any] | None = None
-    loop: Kept = msgspec.field(default_factory=Kept)
+    loop: LoopState = msgspec.field(default_factory=LoopState)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,7 @@ def refuse_finished(root: Path) -> None:
 def state_of(
     planner: Planner, prepared: ExecutionPlan, position: Position, metrics: Metrics,
     *, losses: list[float], test: tuple[float, float | None] | None, data: str, rows: dict[str, str], layers: Layers,
-    job: dict[str, Any] | None, loop: Kept,
+    job: dict[str, Any] | None, loop: LoopState,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns a `State` as JSON."""
     return msgspec.to_builtins(  # type: ignore[no-any-return]

@@ -105,7 +105,7 @@ class Workload:
     """0: there is no test set."""
     shuffle: bool
     partitions: tuple[PartitionTraining, ...]
-    clips: bool = False
+    defers_updates: bool = False
     stays: frozenset[int] = frozenset()
     """Partitions of a streamed pass that stay on the device."""
     keeps: frozenset[int] = frozenset()

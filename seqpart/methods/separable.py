@@ -54,7 +54,7 @@ class PslMethod(Method):
         first, side_by_side = work.partitions[0], len(work.partitions) - 1
         fewer = replace(first, micro_batch=min(first.micro_batch, first.rows or first.micro_batch))
         pairs = replace(
-            whole_network(work, streamed=True), through=side_by_side - 1, order=Order.PAIRS, clips=True,
+            whole_network(work, streamed=True), through=side_by_side - 1, order=Order.PAIRS, defers_updates=True,
             streams=frozenset(range(COMMON + 1, side_by_side)), keeps=frozenset(range(side_by_side - 1)),
         )  # fmt: skip
         return trained(work, pairs, test_phases(replace(work, partitions=(fewer, *work.partitions[1:]))))

@@ -372,7 +372,7 @@ def _why_graph(best: Prediction, p: int, options: _Options, left: str, tier: str
 
 
 def _why_boundary(best: Prediction, p: int, options: _Options, left: str) -> str:
-    option, tiers = options.get((p, Kind.NEAR)), best.candidate.resources.tiers
+    option, tiers = options.get((p, Kind.BOUNDARY)), best.candidate.resources.tiers
     if option is None:
         return ""
     if tiers[p] == DEVICE:

@@ -19,8 +19,8 @@ from seqpart.units import format_size
 FORMAT = 5
 _RENAMED = {"relay": "boundary_tier", "given": "live_bytes"}
 """Renamed fields of format 2, which checkpoints of 0.2.0 hold: it kept graphs from one partition on, and none stayed."""
-AGAIN, KEPT = "again", "kept"
-Graph = Annotated[str, word_of(AGAIN, KEPT, "pinned", "ram", "disk")]
+RECOMPUTED, KEPT = "again", "kept"
+Graph = Annotated[str, word_of(RECOMPUTED, KEPT, "pinned", "ram", "disk")]
 """The part of a graph that FORWARD leaves: nothing, so that BACKWARD recomputes it; all of it, on the device; or its saved
 tensors, offloaded to a tier."""
 BoundaryTier = Annotated[str, word_of(DEVICE, "host", "disk")]
@@ -48,7 +48,7 @@ class PartitionPlan:
     """True if it is on the device from the beginning of a phase to its end, while others come and go."""
     weights_stay: bool = False
     """True if its weights stay on the device, while its optimizer state comes and goes."""
-    graph: Graph = AGAIN
+    graph: Graph = RECOMPUTED
     """The part of the graph that FORWARD leaves for BACKWARD."""
     boundary_tier: BoundaryTier = DEVICE
     """Place of its boundary (values that it is the first to take), and of their gradients, within an update."""
@@ -107,12 +107,12 @@ class Plan:
 
     @property
     def keeps(self) -> frozenset[int]:
-        return frozenset(p for p, part in enumerate(self.partitions) if part.graph != AGAIN)
+        return frozenset(p for p, part in enumerate(self.partitions) if part.graph != RECOMPUTED)
 
     @property
     def offloads(self) -> frozenset[int]:
         """Partitions whose graphs are offloaded."""
-        return frozenset(p for p, part in enumerate(self.partitions) if part.graph not in (AGAIN, KEPT))
+        return frozenset(p for p, part in enumerate(self.partitions) if part.graph not in (RECOMPUTED, KEPT))
 
     @property
     def rows_in_memory(self) -> frozenset[int]:
@@ -233,12 +233,12 @@ def _of_today(found: dict[str, Any]) -> dict[str, Any]:
     if version == 2:
         since = found.pop("keeps_graph_from")
         found = {_RENAMED.get(name, name): value for name, value in found.items()}
-        parts = [{**part, "graph": KEPT if since is not None and since <= p else AGAIN} for p, part in enumerate(parts)]
+        parts = [{**part, "graph": KEPT if since is not None and since <= p else RECOMPUTED} for p, part in enumerate(parts)]
     elif version == 3:  # it had two fields for a graph, which could wait on the disk or the device alone
         parts = [
             {
                 **{name: value for name, value in part.items() if name not in ("keeps_graph", "offloads_graph")},
-                "graph": "disk" if part.get("offloads_graph") else KEPT if part.get("keeps_graph") else AGAIN,
+                "graph": "disk" if part.get("offloads_graph") else KEPT if part.get("keeps_graph") else RECOMPUTED,
             }
             for part in parts
         ]  # fmt: skip
@@ -272,7 +272,7 @@ def as_text_rows(plan: Plan) -> list[dict[str, Any]]:
 def _choices(plan: Plan, number: int) -> dict[str, str]:
     """Cells for the choices of a partition. The last one runs forward in its backward, so its graph is always kept."""
     part, last = plan.partitions[number], len(plan.partitions) - 1
-    graph = KEPT if part.graph == AGAIN and number == last else part.graph
+    graph = KEPT if part.graph == RECOMPUTED and number == last else part.graph
     where = {"boundary": part.boundary_tier} if plan.tiers else {}
     device = "stays" if part.stays else "weights stay" if part.weights_stay else "in turn"
     return {"device": device, "graph": graph, **where}

@@ -17,7 +17,7 @@ from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import tier_at
 from seqpart.plan.exact import choose_exact, fastest_of
 from seqpart.plan.inputs import Inputs
-from seqpart.plan.plan import AGAIN, KEPT, PartitionPlan, Plan, PlanRequest
+from seqpart.plan.plan import KEPT, RECOMPUTED, PartitionPlan, Plan, PlanRequest
 from seqpart.plan.prediction import (
     Prediction,
     disk_bytes,
@@ -80,7 +80,7 @@ class ExecutionPlan:
         """{home: bytes} for homes planned to be in host memory, partition by partition: weights, optimizer state, and gradients
         where they wait for their norm."""
         homes: dict[str, int] = {}
-        waits = any(phase.clips and phase.streams for phase, _ in counted(self.phases))
+        waits = any(phase.defers_updates and phase.streams for phase, _ in counted(self.phases))
         for p in sorted(self.at_host):
             part, optimizer = self.plan.partitions[p], self.stages[0].optimizers[p]
             costs, blocks = self.costs[part.first : part.last], self.chain[part.first : part.last]
@@ -101,7 +101,7 @@ class Planner(Inputs):
             chain=self.chain, method=request.methods[0], machine=self._machine(request, costs), limit=request.limit,
             costs_at=self.costs_at, counted_at=self.counted_at, states=state_layouts(costs, heaviest), fused=heaviest.fused,
             loss_of=partial(self.loss_cost, request),
-            clips=self._starts is not None or self.settings.clip_grad_norm is not None,
+            defers_updates=self._starts is not None or self.settings.clip_grad_norm is not None,
             label_row=self._label_row(), pair_rows=self.rows_per_pass,
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
@@ -297,7 +297,7 @@ class Planner(Inputs):
             )  # fmt: skip
         return Workload(
             train_rows=self.epoch_rows, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
-            clips=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
+            defers_updates=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
             offloads=kept.offloads, recovery=stage, tests=self.settings.tests,
             synthetic_inputs=self.settings.sil_inputs == "synthetic", views=self.settings.views,
             one_value=planning.handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
@@ -338,7 +338,7 @@ class Planner(Inputs):
 
     def _graph_of(self, p: int, used: Candidate) -> str:
         if p not in used.offloads:
-            return KEPT if p in used.keeps else AGAIN
+            return KEPT if p in used.keeps else RECOMPUTED
         return self.device.host_tier if p in used.resources.graphs_at_host else "disk"
 
     def _host_budget(self) -> int:

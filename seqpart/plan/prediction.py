@@ -108,7 +108,7 @@ def predict(
         places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
     resources = replace(
         resources, label_row=problem.label_row, borrows=not method.stays, at_host=places.homes, graphs_at_host=wanted,
-        gradients_room=problem.clips and len(parts) > 1 and not method.stays,
+        gradients_room=problem.defers_updates and len(parts) > 1 and not method.stays,
         graph_buffers=graph_buffer_bytes(costs, offloads - wanted if problem.machine.host_counts else offloads),
     )  # fmt: skip
     candidate = Candidate(micro_batch, parts, resources, keeps, offloads)
@@ -148,8 +148,8 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
     rows = min(problem.train_rows, WALKED_UPDATES * batch)
     work = Workload(
         train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
-        clips=problem.clips, stays=candidate.resources.stays, keeps=candidate.keeps, offloads=candidate.offloads,
-        one_value=handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
+        defers_updates=problem.defers_updates, stays=candidate.resources.stays, keeps=candidate.keeps,
+        offloads=candidate.offloads, one_value=handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
     )  # fmt: skip
     if method.in_pairs:
         return method.phases(work)
@@ -292,7 +292,7 @@ class Kind(enum.Enum):
     """Offload the graph to host memory. KEEP takes precedence."""
     DISK = enum.auto()
     """Offload the graph to the disk. KEEP takes precedence."""
-    NEAR = enum.auto()
+    BOUNDARY = enum.auto()
     """Keep the boundary on the device, where other boundaries are offloaded."""
 
     @property
@@ -356,7 +356,7 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
             read, written = visits * cost.weights + cost.state, cost.rewritten + cost.state
             near = p in candidate.resources.at_host
             up, down = (speeds.up, speeds.down) if near else (speeds.read, speeds.write)
-            whole = cost.slot + (cost.gradients if problem.clips else 0)
+            whole = cost.slot + (cost.gradients if problem.defers_updates else 0)
             found.append(Option(p, Kind.STAY, whole, 0.0, read / up + written / down))
             if cost.state:  # else its weights are all of it
                 of_weights = visits * cost.weights / up + cost.rewritten / down
@@ -382,7 +382,7 @@ def _near(problem: Problem, plain: Prediction, micro_batches: int) -> Iterator[O
         read, write = (speeds.up, speeds.down) if tier == "host" else (speeds.read, speeds.write)
         at_once = 1 if plain.method.stays else micro_batches
         if nbytes:  # the activation and its gradient leave, and nothing goes on while they come
-            yield Option(p, Kind.NEAR, nbytes * at_once, micro_batches * nbytes / read, 2 * micro_batches * nbytes / write)
+            yield Option(p, Kind.BOUNDARY, nbytes * at_once, micro_batches * nbytes / read, 2 * micro_batches * nbytes / write)
 
 
 def carried_out(problem: Problem, plain: Prediction, chosen: Sequence[Option]) -> Prediction:

@@ -93,7 +93,7 @@ class Problem:
     micro_batch: int | None
     starts: tuple[int, ...] | None
     count: int | None
-    clips: bool
+    defers_updates: bool
     label_row: int
     """Bytes of one row's labels on the device."""
     input_row: RowLayout
@@ -363,7 +363,7 @@ def host_places(
     key = (boundaries, rows, states, *graphs.items(), *(first for first, _, _ in parts))
     if key not in problem.placed:
         costs = problem.costs_at(micro_batches(problem)[0])
-        waits = problem.clips and states and len(parts) > 1  # gradients, at home, for their norm
+        waits = problem.defers_updates and states and len(parts) > 1  # gradients, at home, for their norm
         homes = [
             (
                 round_up(max(cost.weights, 1)),

@@ -231,7 +231,7 @@ def _least(problem: Problem, plain: Prediction, resources: Resources, left: int)
     parts = plain.candidate.parts
     share = min(1.0, *(cost.kept_share for _, _, cost in parts)) if resources.keeps_heap else 1.0
     # Boundaries on the device make another candidate, which has a bound of its own.
-    options = [option for option in increments(options_of(problem, plain)) if option.kind is not Kind.NEAR]
+    options = [option for option in increments(options_of(problem, plain)) if option.kind is not Kind.BOUNDARY]
     if resources.slots == 1 and not any(option.takes(resources) <= left for option in options):  # nothing overlaps
         return plain.moving * (1 + problem.machine.contention) + share * plain.computing
     # All kept graphs are there at the last partition's backward, which need not be where the peak is.
@@ -309,7 +309,7 @@ def _packed(
             continue
         inner = chosen[Kind.WEIGHTS].get(p) if kind is Kind.STAY else None
         nbytes = (option if inner is None else option.beyond(inner)).takes(now.candidate.resources)
-        first = p + behind if kind in (Kind.KEEP, Kind.NEAR) else 0
+        first = p + behind if kind in (Kind.KEEP, Kind.BOUNDARY) else 0
         if min(left[first:], default=0) >= nbytes:
             packed.append(option)
             chosen[kind][p] = option
@@ -333,7 +333,7 @@ def refined(problem: Problem, best: Prediction, available: int, repairs: int) ->
         answers = {
             Kind.STAY: now.resources.stays, Kind.WEIGHTS: now.resources.weights_stay, Kind.KEEP: now.keeps - now.offloads,
             Kind.HOST: host,
-            Kind.DISK: now.offloads - host, Kind.NEAR: {p for p, tier in enumerate(now.resources.tiers) if tier == DEVICE},
+            Kind.DISK: now.offloads - host, Kind.BOUNDARY: {p for p, tier in enumerate(now.resources.tiers) if tier == DEVICE},
         }  # fmt: skip
         chosen = [option for option in options if option.partition in answers[option.kind]]
         others = [option for option in options if option not in chosen]

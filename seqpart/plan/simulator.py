@@ -14,7 +14,7 @@ from seqpart.profile.partition import Parting, PartitionCost
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, shortened
 from seqpart.schedule.progress import Progress
-from seqpart.schedule.steps import AT_HOME, START, Position, Step, Verb, steps_of
+from seqpart.schedule.steps import REWRITES_HOMES, START, Position, Step, Verb, steps_of
 from seqpart.store.graph_ranges import GRAPH_BUFFERS
 
 
@@ -76,7 +76,7 @@ class Clock:
         """
         p = step.partition
         by_disk = p not in self._at_host
-        if step.verb in AT_HOME:  # they read homes that other steps have written: nothing overlaps
+        if step.verb in REWRITES_HOMES:  # they read homes that other steps have written: nothing overlaps
             self._computing = self._reading = self._writing = max(self._computing, self._reading, self._writing) + seconds
             return self._computing
         if step.verb is Verb.LOAD:
@@ -125,7 +125,7 @@ REQUEST_SECONDS = 3e-4
 """Seconds of one write or read of the disk beside its bytes, with the hand-over to a thread."""
 
 
-_MOVES = {Verb.LOAD, Verb.DROP, *AT_HOME}
+_MOVES = {Verb.LOAD, Verb.DROP, *REWRITES_HOMES}
 
 
 class PredictedStep(NamedTuple):

@@ -179,7 +179,7 @@ class Compute:
             if self._starts_update(step):
                 partition.buffers.begin_update()
             self._back_propagate_loss(step, self._entering(step, taken)[0], labels)
-            partition.part_gradients()
+            partition.unalias_gradients()
             self._done_with(batch)
             return batch.x.nbytes, 0
         if step.partition == phase.last and step.partition not in phase.streams and self._starts_update(step):
@@ -188,7 +188,7 @@ class Compute:
         with self._offloaded_graph(step) as others:
             with partition.collect_tied_gradients() as tied:
                 arrived = apart_from(others, self._back_propagate(step).gradients)
-            partition.part_gradients(arrived.values(), others)
+            partition.unalias_gradients(arrived.values(), others)
             for tie, gradient in tied.items():
                 if gradient is not None:
                     (gradient,) = apart_from(others, {0: gradient}).values()

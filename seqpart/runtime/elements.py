@@ -103,7 +103,7 @@ class Elements:
         arrived: dict[int, torch.Tensor] = {}
         if entered is not None and entered.grad is not None:
             arrived = apart_from(frozenset(), {0: entered.grad})
-        self.loaded[step.partition].part_gradients(arrived.values())
+        self.loaded[step.partition].unalias_gradients(arrived.values())
         for gradient in arrived.values():
             self._handed = gradient if self._handed is None else self._handed.add_(gradient)
 

@@ -25,7 +25,7 @@ from seqpart.runtime.slots import Slots
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.progress import Progress
-from seqpart.schedule.steps import AT_HOME, Lookahead, Position, Step, StepDone, Verb
+from seqpart.schedule.steps import REWRITES_HOMES, Lookahead, Position, Step, StepDone, Verb
 from seqpart.store.store import Store, Transfer
 
 _CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD}
@@ -142,7 +142,7 @@ class Executor:
         if step.verb is Verb.UPDATE:
             self._norms.clear()
             self.compute.rest()
-        if self.position.phase != step.phase and step.verb not in AT_HOME:
+        if self.position.phase != step.phase and step.verb not in REWRITES_HOMES:
             self.compute.end_phase(step.phase)
 
     def refuse_divergence(self, *, weights: bool = False) -> None:
@@ -206,7 +206,7 @@ class Executor:
 
     def _needs(self, step: Step) -> int:
         phase, p = self._phases[step.phase], step.partition
-        return self._partitions[p].needs(to_update=step.more, gradients=phase.clips and p in phase.streams)
+        return self._partitions[p].needs(to_update=step.more, gradients=phase.defers_updates and p in phase.streams)
 
     def _load(self, step: Step) -> tuple[int, int]:
         if step.partition not in self._coming:

@@ -19,7 +19,7 @@ from torch import nn
 
 from seqpart.device.compiler import take_step, without_symbols
 from seqpart.device.device import Device
-from seqpart.methods.ist.statistics import Around, EarlierBuffers, as_it_is
+from seqpart.methods.ist.statistics import Around, as_it_is
 from seqpart.model.blocks import Block, Tied
 from seqpart.model.optimizers import GradientNorm, Optimizer
 from seqpart.model.packs import Pack
@@ -28,6 +28,7 @@ from seqpart.model.tensors import attach, detach
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.partition import Flow, borrowed_costs, gradient_layouts, slot_bytes, state_layouts
 from seqpart.runtime.boundary_io import clone_as_it_lies
+from seqpart.runtime.buffers import BufferSnapshots
 from seqpart.runtime.graph_offload import Graph, GraphOffload, packing
 from seqpart.runtime.slots import Slot, Wait, bring_back, divided
 from seqpart.store.layout import Layout
@@ -62,7 +63,7 @@ class Partition:
         self._modules: list[list[nn.Module]] = []
         """All submodules of each block, because walking them by name at every step takes longer than a small step."""
         self._buffered = {block: cost.changing for block, cost in zip(blocks, costs, strict=True) if cost.changing}
-        self.buffers = EarlierBuffers(self._buffered, self._attach)
+        self.buffers = BufferSnapshots(self._buffered, self._attach)
         self._slot: Slot | None = None
         self._own: torch.Tensor | None = None
         """Memory of the weights that stay on the device between visits."""
@@ -236,7 +237,7 @@ class Partition:
         """The buffer that holds the weights, while the partition is loaded."""
         return self._own if self._own is not None else self._slot.buffer if self._slot is not None else None
 
-    def part_gradients(self, passed_down: Iterable[torch.Tensor] = (), others: Iterable[int] = ()) -> None:
+    def unalias_gradients(self, passed_down: Iterable[torch.Tensor] = (), others: Iterable[int] = ()) -> None:
         """Gives each gradient memory of its own. Autograd may give two weights, or a weight and the input, one tensor, as in
         x + a[None] + b[None]; then accumulating into one of them, or clipping it, would change both.
 

@@ -19,7 +19,7 @@ from seqpart.methods.ist.parts import JointChain
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.blocks import BlockCost
-from seqpart.schedule.best import Kept
+from seqpart.schedule.best import LoopState
 from seqpart.store.layout import TensorSpec
 
 _SAID = {"__get__": {"grad", "grad_fn", "is_leaf", "requires_grad", "names"}, "__set__": {"requires_grad"}}
@@ -105,7 +105,7 @@ class PlanAnew(Interrupted):
     """Raised after the run was saved, to go on with a plan that has room for more trainable parameters."""
 
 
-def let_learn(model: object, kept: Kept) -> None:
+def let_learn(model: object, kept: LoopState) -> None:
     """Unfreezes the parameters of a model, or of a list of modules, that a checkpoint's plan has room to train."""
     names = {*kept.learns, *kept.frozen}
     parts = model if isinstance(model, list | tuple) else [model]
@@ -120,7 +120,7 @@ class Pauses:
 
     def __init__(
         self, chain: Sequence[Block], costs: Sequence[BlockCost], optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
-        kept: Kept,
+        kept: LoopState,
     ) -> None:  # fmt: skip
         """optimizers: those of the last visits of partitions that the user's code may still hold."""
         self._optimizers, self._since, self.replans = optimizers, kept.learns, False
@@ -185,7 +185,7 @@ class Pauses:
                     yield tensor, type(tensor)
                     tensor.__class__ = _AWAY[type(tensor)]
 
-    def noted_in(self, kept: Kept) -> Kept:
+    def noted_in(self, kept: LoopState) -> LoopState:
         """Returns `kept` with the parameters that are frozen and trained by now."""
         frozen = [own.label for own in self._own if own.planned and not own.learns]
         return msgspec.structs.replace(kept, frozen=frozen, learns=self._since + self.unplanned)

@@ -37,7 +37,7 @@ from seqpart.runtime.saving import Saving
 from seqpart.runtime.slots import Slots
 from seqpart.runtime.watch import Watch
 from seqpart.runtime.weight_store import UNBEGUN, WeightStore, open_places
-from seqpart.schedule.best import Kept
+from seqpart.schedule.best import LoopState
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import checked
@@ -91,7 +91,7 @@ class Run:
         self.reader_thread = stack.enter_context(ReaderThread())
         self.reader_thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
-        kept = before.loop if before is not None else Kept()
+        kept = before.loop if before is not None else LoopState()
         self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept)
         self.watch = Watch(self._observer, self._settings, sampler, kept, self.pauses.pause)
         self.heard = self.watch.heard(len(prepared.plan.partitions))
@@ -285,7 +285,7 @@ class Run:
         compute = Compute(
             prepared, partitions, exchanges, self._device, hooks, seed=settings.seed, start=start, metrics=metrics
         )  # fmt: skip
-        gradients = any(phase.clips and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
+        gradients = any(phase.defers_updates and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
         own = {p: partitions[p].needs(to_update=True, gradients=False) for p in granted.stays}
         shared = sorted(one.needs(to_update=True, gradients=gradients) for p, one in enumerate(partitions) if p not in own)
         return Executor(

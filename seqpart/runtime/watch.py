@@ -14,7 +14,7 @@ from seqpart.report.reporter import Reporter
 from seqpart.runtime.executor import Executor
 from seqpart.runtime.observer import Observer
 from seqpart.schedule import steps
-from seqpart.schedule.best import Evaluated, Evaluations, Kept, criterion_of
+from seqpart.schedule.best import Evaluated, Evaluations, LoopState, criterion_of
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, Rounds
 from seqpart.schedule.steps import PhaseDone, Position, Verb
@@ -27,7 +27,7 @@ class Watch:
     """
 
     def __init__(
-        self, observer: Observer, asked: Testing, sampler: Sampler, state: Kept,
+        self, observer: Observer, asked: Testing, sampler: Sampler, state: LoopState,
         pause: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         """pause: context manager in which callbacks are called."""
@@ -50,8 +50,8 @@ class Watch:
         """Returns the sinks for the outputs of the executor's computations."""
         return MetricSinks(partitions, self._sums, self._metrics)
 
-    def state(self) -> Kept:
-        return Kept(self.evaluations.kept, (self.ending.asked, self._ends_in))
+    def state(self) -> LoopState:
+        return LoopState(self.evaluations.kept, (self.ending.asked, self._ends_in))
 
     def listen(self, event: steps.Event) -> None:
         if isinstance(event, PhaseDone) and event.loss is not None:

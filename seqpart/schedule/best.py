@@ -55,7 +55,7 @@ class Evaluated:
     metrics: dict[str, MetricValue] = field(default_factory=dict)
 
 
-class Kept(msgspec.Struct):
+class LoopState(msgspec.Struct):
     """A checkpoint's entry for the loop: the evaluations, a requested end, and the parameters that are frozen or trained."""
 
     class Found(msgspec.Struct):
@@ -98,11 +98,11 @@ class Evaluations:
         self.all = [one for one in self.all if one.phase < phase]
 
     @property
-    def kept(self) -> Kept.Found:
-        return Kept.Found(self.all, self.best)
+    def kept(self) -> LoopState.Found:
+        return LoopState.Found(self.all, self.best)
 
     @classmethod
-    def of(cls, criterion: Criterion, kept: Kept.Found) -> Self:
+    def of(cls, criterion: Criterion, kept: LoopState.Found) -> Self:
         made = cls(criterion)
         made.all, made.best = list(kept.all), kept.best
         return made

@@ -85,7 +85,7 @@ class Phase:
     order: Order = Order.MICRO_BATCHES
     streams: frozenset[int] = frozenset()
     """Partitions that are loaded one after the other, twice in each update; the others stay on the device."""
-    clips: bool = False
+    defers_updates: bool = False
     """True if gradients wait at home: updates for the norm over all partitions, or a score's gradients for its other pairs."""
     keeps: frozenset[int] = frozenset()
     """Partitions that keep the graph of FORWARD for BACKWARD, instead of recomputing it."""

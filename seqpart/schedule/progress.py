@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from seqpart.errors import ScheduleError
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import last_trainings
-from seqpart.schedule.steps import AT_HOME, START, Position, Step, Verb, refuse_misspelt
+from seqpart.schedule.steps import REWRITES_HOMES, START, Position, Step, Verb, refuse_misspelt
 
 _UPDATED = {PhaseKind.TRAIN, PhaseKind.STATISTICS}
 """Phases that end with an UPDATE."""
@@ -36,7 +36,7 @@ class Progress:
         Rules: a partition is loaded before it is used, never twice at once, at most `at_once` at a time; an update follows
         work on the same partition; gradients are never lost; homes are cut and put back while nothing is loaded.
         """
-        if step.verb in AT_HOME:
+        if step.verb in REWRITES_HOMES:
             if self.loaded:
                 raise ScheduleError(f"{step}: partitions {sorted(self.loaded)} are loaded, and homes are to be cut or put back")
         elif step.verb is Verb.LOAD:
@@ -89,7 +89,7 @@ class Progress:
                 self.updated.clear()
                 done = self.position.updates + 1
                 self.position = Position(step.phase, done) if done < phase.updates else Position(step.phase + 1)
-        elif step.verb in AT_HOME and p == phase.last:
+        elif step.verb in REWRITES_HOMES and p == phase.last:
             self.position = Position(step.phase + 1)
         elif step.verb is Verb.FORWARD and phase.kind not in _UPDATED and p == phase.last:
             assert step.micro_batch is not None

@@ -41,7 +41,7 @@ class Verb(enum.Enum):
 
 _HAS_MICRO_BATCH = {Verb.FORWARD, Verb.BACKWARD}
 _HAS_MORE = {Verb.LOAD, Verb.DROP}
-AT_HOME = {Verb.SPLIT, Verb.MERGE}
+REWRITES_HOMES = {Verb.SPLIT, Verb.MERGE}
 """Verbs that rewrite homes while nothing is loaded."""
 
 
@@ -151,7 +151,7 @@ def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> It
             yield from loaded.send(p, index)
     for p in range(last, lowest - 1, -1):
         streams = p in phase.streams
-        waits = phase.clips and phase.trains(p) and not (streams and p == lowest)
+        waits = phase.defers_updates and phase.trains(p) and not (streams and p == lowest)
         yield from loaded.bring(p, phase, index, to_update=phase.trains(p) and not (streams and waits))
         yield from (Step(Verb.BACKWARD, p, m, index) for m in micro_batches)
         if waits:
@@ -265,7 +265,7 @@ class Lookahead:
         while index < FARTHEST and (index < len(self._seen) or self._fetch()):
             step = self._seen[index]
             index += 1
-            if step.verb in AT_HOME:
+            if step.verb in REWRITES_HOMES:
                 return None
             if step.verb is Verb.LOAD:
                 if step.partition not in passed:

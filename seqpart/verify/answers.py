@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from seqpart.model.packs import DEVICE, Tiers, tier_at, tiers_of
-from seqpart.plan.plan import AGAIN, KEPT, Plan
+from seqpart.plan.plan import KEPT, RECOMPUTED, Plan
 from seqpart.runtime.executor import Executor
 from seqpart.runtime.partition import Partition
 from seqpart.schedule.steps import Step
@@ -67,7 +67,7 @@ class Answers:
 
     def _graph(self, p: int, tier: str) -> str:
         if p not in self.offloads:
-            return KEPT if p in self.keeps else AGAIN
+            return KEPT if p in self.keeps else RECOMPUTED
         return tier if p in self.graphs_at_host else "disk"
 
 
@@ -104,7 +104,7 @@ class Space:
         there = [random.choice(("stays", "stays", "weights", "in turn")) if self.streams else "stays" for _ in every]
         stays, weights = (frozenset(p for p in every if there[p] == what) for what in ("stays", "weights"))
         # The last partition's graph is always there.
-        ways = (AGAIN, KEPT, *self.graph_tiers)
+        ways = (RECOMPUTED, KEPT, *self.graph_tiers)
         graphs = [random.choice(ways) for _ in every[:-1]]
         kept, host, disk = (frozenset(p for p, way in enumerate(graphs) if way == at) for at in (KEPT, "host", "disk"))
         return Answers(

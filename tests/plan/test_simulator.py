@@ -21,11 +21,11 @@ SPEEDS = Speeds(flops=1e10, optimizer=1e9, read=2e8, write=2e8)
 
 @given(
     chain=st.lists(chains.blocks, min_size=1, max_size=4), micro_batch=st.integers(1, 3), batch=st.integers(1, 40),
-    rows=st.integers(1, 80), streamed=st.booleans(), clips=st.booleans(), slots=st.integers(1, 2),
+    rows=st.integers(1, 80), streamed=st.booleans(), defers_updates=st.booleans(), slots=st.integers(1, 2),
     tier=st.sampled_from(["device", "disk", "mixed"]), data=st.data(),
 )  # fmt: skip
 def test_equal_micro_batches_that_are_not_walked_through_change_neither_the_peak_nor_the_time(
-    chain, micro_batch, batch, rows, streamed, clips, slots, tier, data
+    chain, micro_batch, batch, rows, streamed, defers_updates, slots, tier, data
 ):
     count = len(chain)
     frozen = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1), label="frozen")
@@ -42,7 +42,7 @@ def test_equal_micro_batches_that_are_not_walked_through_change_neither_the_peak
         test_rows=0,
         shuffle=False,
         partitions=tuple(training),
-        clips=clips,
+        defers_updates=defers_updates,
         stays=stays,
         keeps=keeps,
     )
@@ -52,7 +52,7 @@ def test_equal_micro_batches_that_are_not_walked_through_change_neither_the_peak
     resources = Resources(
         slots=min(slots, count - len(stays)) if streamed else count, stays=stays, weights_stay=weights,
         tiers=tiers(tier, count),
-        label_row=8, borrows=streamed, gradients_room=clips and streamed,
+        label_row=8, borrows=streamed, gradients_room=defers_updates and streamed,
     )  # fmt: skip
     updates = -(-rows // batch)
     _, short, seconds = simulate(phases, costs, SPEEDS, resources)
@@ -69,7 +69,7 @@ def loaded(at_host, *, more):
     problem = chains.problem_of(chain, 1 << 40, micro_batch=8, starts=(0, 1), speeds=LINKED)
     costs = [cost for _, _, cost in parts_of(problem, 8, (0, 1))]
     training = [PartitionTraining(epochs=2, batch_size=8, micro_batch=8, trainable=True) for _ in costs]
-    work = Workload(train_rows=16, test_rows=0, shuffle=False, partitions=tuple(training), clips=False)
+    work = Workload(train_rows=16, test_rows=0, shuffle=False, partitions=tuple(training), defers_updates=False)
     phases = Phases([Epochs(train=replace(whole_network(work, streamed=True), epoch=1), epochs=2, behind=())])
     simulator = Simulator(phases, costs, LINKED, Resources(at_host=frozenset({0, 1} if at_host else ())))
     steps = [step for step in simulator.run(steps_of(phases)) if step.step.verb is Verb.LOAD and step.step.more is more]

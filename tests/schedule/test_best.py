@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from seqpart import Trainer
 from seqpart.errors import CorruptFile, OptionError
-from seqpart.schedule.best import Criterion, Evaluated, Evaluations, Kept, criterion_of
+from seqpart.schedule.best import Criterion, Evaluated, Evaluations, LoopState, criterion_of
 from seqpart.schema import as_type
 from seqpart.store.scratch import CHECKPOINT
 from tests.exactly import FULL, How, numbers
@@ -47,7 +47,7 @@ def test_the_best_is_the_first_of_the_smallest_also_where_the_run_has_gone_back(
     assert (whole.best.phase if whole.best else None) == (min(numbered)[1] if numbered else None)
     assert whole.since == (len(losses) - 1 - min(numbered)[1] if numbered else len(losses))
     assert (again.since, again.best) == (whole.since, whole.best)
-    found = Evaluations.of(criterion, as_type(Kept.Found, json.loads(json.dumps(msgspec.to_builtins(whole.kept)))))
+    found = Evaluations.of(criterion, as_type(LoopState.Found, json.loads(json.dumps(msgspec.to_builtins(whole.kept)))))
     assert found.since == whole.since and str(found.best) == str(whole.best)
 
 

@@ -123,7 +123,7 @@ def streamed_runs(draw, *, some_stay=False):
         order=Order.PARTITIONS,
         streams=draw(st.frozensets(st.integers(0, count - 1))) if some_stay else frozenset(range(count)),
         rows=draw(st.integers(1, 40)),
-        batch=draw(st.integers(1, 25)), micro_batch=draw(st.integers(1, 12)), clips=draw(st.booleans()),
+        batch=draw(st.integers(1, 25)), micro_batch=draw(st.integers(1, 12)), defers_updates=draw(st.booleans()),
         frozen=draw(st.frozensets(st.integers(0, count - 1))),
         keeps=draw(st.frozensets(st.integers(0, count - 1))),
     )  # fmt: skip
@@ -170,7 +170,7 @@ def test_gradients_of_no_two_partitions_are_on_the_device_at_once_unless_updates
                 having.add(step.partition)
             elif step.verb is Verb.UPDATE or step.more:
                 having.discard(step.partition)
-            limit = 1 if not phase.clips else 1 + len([p for p in phase.partitions if p not in phase.streams])
+            limit = 1 if not phase.defers_updates else 1 + len([p for p in phase.partitions if p not in phase.streams])
             assert len(having) <= limit
 
 
@@ -201,9 +201,9 @@ def test_in_each_update_every_partition_makes_its_step_once_behind_its_own_work(
         count = len(phase.partitions)
         assert all(sorted(updates[i : i + count]) == [*phase.partitions] for i in range(0, len(updates), count))
         assert len(updates) == count * phase.updates
-        waiting = {p for p in phase.streams if phase.clips and phase.trains(p) and p > phase.lowest}
+        waiting = {p for p in phase.streams if phase.defers_updates and phase.trains(p) and p > phase.lowest}
         for before, step in pairwise(steps):
-            stays_for_norm = phase.clips and step.partition not in phase.streams
+            stays_for_norm = phase.defers_updates and step.partition not in phase.streams
             if step.verb is Verb.UPDATE and step.partition not in waiting and not stays_for_norm:
                 assert before.partition == step.partition and before.micro_batch is not None
 
@@ -214,7 +214,7 @@ def test_each_partition_comes_twice_an_update_at_most_and_once_more_for_the_norm
         if phase.breadth_first:
             loads = [step.partition for step in steps_of(phases) if step.phase == number and step.verb is Verb.LOAD]
             for p in phase.partitions:
-                waits = phase.clips and phase.trains(p) and p > phase.lowest
+                waits = phase.defers_updates and phase.trains(p) and p > phase.lowest
                 twice = p < phase.last and p >= phase.lowest
                 assert loads.count(p) <= phase.updates * (1 + twice + waits)
 
@@ -226,7 +226,7 @@ def test_state_comes_where_the_step_is_made_and_gradients_go_home_where_it_is_no
         trains = any(phases[number].trains(load.partition) for number in makes)
         assert load.more == trains
         assert drop.more == (any(step.verb is Verb.BACKWARD for step in work) and not makes)
-        assert not drop.more or phases[drop.phase].clips
+        assert not drop.more or phases[drop.phase].defers_updates
 
 
 @given(streamed_runs(some_stay=True), st.data())
