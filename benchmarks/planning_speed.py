@@ -22,7 +22,7 @@ from seqpart.errors import DoesNotFit
 from seqpart.methods import methods_named
 from seqpart.model.blocks import as_chain
 from seqpart.plan.exact import choose_exact
-from seqpart.plan.problem import Problem, micro_batches
+from seqpart.plan.problem import Machine, Problem, micro_batches
 from seqpart.profile.blocks import BlockCost, measure_chain
 from seqpart.profile.machine import Speeds
 from seqpart.store.layout import Layout, TensorSpec
@@ -47,13 +47,17 @@ def problem_of(count: int, rows: int) -> Problem:
     chain = as_chain([block] * count)
     costs_at = cache(lambda micro_batch: measure_chain(chain, (WIDTH,), micro_batch))
     layout = RowLayout((WIDTH,), torch.float32)
+    machine = Machine(
+        device="cpu", host_counts=True, runtime=300 << 20, growth=1 << 20, heap_below=RETURNED_FROM, speeds=SPEEDS,
+        boundary_tiers=("device", "disk"), host_room=0, contention=0.3, may_keep_heap=True,
+    )  # fmt: skip
     problem = Problem(
-        chain=chain, device="cpu", host_counts=True, limit=0, runtime=300 << 20, growth=1 << 20, costs_at=costs_at,
+        chain=chain, method=methods_named("streamed")[0], machine=machine, limit=0, costs_at=costs_at,
         counted_at=costs_at, states=[moments(cost) for cost in costs_at(BATCH)], loss_of=lambda rows: lambda _: (120 * rows, 0),
-        fused=True, heap_below=RETURNED_FROM, batch_size=BATCH, the_batch=BATCH, micro_batch=None, starts=None, count=None,
-        speeds=SPEEDS, defers_updates=False, boundary_tiers=("device", "disk"), host_room=0, label_row=8, input_row=layout,
+        fused=True, batch_size=BATCH, the_batch=BATCH, micro_batch=None, starts=None, count=None,
+        defers_updates=False, label_row=8, input_row=layout,
         row_pack=lambda _: RowPack.of_one(0, layout), cuts_behind=lambda _: True, train_rows=rows, test_rows=10_000,
-        contention=0.3, auto=True, may_keep_heap=True,
+        auto=True,
     )  # fmt: skip
     for micro_batch in micro_batches(problem):
         costs_at(micro_batch)

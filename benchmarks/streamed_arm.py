@@ -188,7 +188,7 @@ def idle(arm: str) -> None:
         return
 
     def nothing(self: Compute, step: Any) -> tuple[int, int]:
-        batch_rows = self._phases[step.phase].kind.name
+        batch_rows = self.phases[step.phase].kind.name
         if batch_rows == "TRAIN" and step.verb.name == "FORWARD" and step.partition == 0:
             batch = self._next_batch(step)
             self._done_with(batch)
@@ -198,7 +198,7 @@ def idle(arm: str) -> None:
     Compute.forward = Compute.backward = nothing  # type: ignore[method-assign]
 
     def update(self: Partition, rate: float = 1.0, clip: Any = None) -> None:
-        self._changed = True
+        self.changed = True
 
     Partition.update = update  # type: ignore[method-assign]
 
