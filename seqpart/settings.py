@@ -60,9 +60,11 @@ class Settings(Config):
         exact = self.methods[0].exact
         if self.weights_partial and self.weights is None:
             yield "--weights-partial goes with --weights. Leave it out"
-        for other in METHODS.values():
-            for name in (name for group in other.options for name in given_of(group, self) if other.name != self.method):
-                yield f"{flag_of(name)} goes with --method {other.name} only; found --method {self.method}. Leave it out"
+        own = {group for method in self.methods for group in method.options}
+        for group in dict.fromkeys(group for other in METHODS.values() for group in other.options if group not in own):
+            owners = " or ".join(other.name for other in METHODS.values() if group in other.options)
+            for name in given_of(group, self):
+                yield f"{flag_of(name)} goes with --method {owners} only; found --method {self.method}. Leave it out"
         if len(self.methods) == 1:
             yield from self.methods[0].contradictions(self)
         if self.warmup_updates and not isinstance(self.lr_schedule, str):

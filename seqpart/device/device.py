@@ -188,9 +188,13 @@ class Device:
 
     def ran_out_of_memory(self, error: BaseException | None) -> bool:
         """True if `error`, or what led to it, is a failed allocation: code of the user's that is called may run out, too."""
-        while error is not None and not self.is_out_of_memory(error):
-            error = error.__cause__ or error.__context__
-        return error is not None
+        seen = set[int]()  # an error may be its own cause
+        while error is not None and id(error) not in seen:
+            if self.is_out_of_memory(error):
+                return True
+            seen.add(id(error))
+            error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        return False
 
     def release_cached(self) -> None:
         """Returns memory that the allocator caches to the system."""

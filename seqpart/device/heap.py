@@ -181,13 +181,15 @@ class Heap:
                 f"expected the C library's own allocator, found that of {other}: how much free memory it keeps cannot be "
                 "predicted, so no limit on CPU would hold. Start without it (env -u LD_PRELOAD ...)."
             )
-        self._return_memory()
-        filling = [] if self._kept else _fill_holes()
+        pieces: list[int] = []
         try:
+            self._return_memory()
+            if not self._kept:
+                _fill_holes(pieces)
             yield
         finally:
             if _libc is not None:
-                for piece in filling:
+                for piece in pieces:
                     _libc.free(piece)
                 for setting, (name, own) in _OWN.items():
                     _libc.mallopt(setting, _given(name, own))
@@ -238,26 +240,27 @@ class Heap:
             self.trim()
 
 
-def _fill_holes() -> list[int]:
-    """Allocates the free memory of the heap that a tensor would fit into, and does not touch it. Returns the pieces.
+def _fill_holes(pieces: list[int]) -> None:
+    """Allocates into `pieces` the free memory of the heap that a tensor would fit into, and does not touch it.
 
     A tensor that lay in such a hole would stay in memory when it is freed: where the program had used much memory before, each
     block of a network took another one, and the limit was passed.
     """
     if _libc is None or not hasattr(_libc, "mallinfo2"):
-        return []
+        return
     _libc.malloc_trim(0)
-    pieces: list[int] = []
     size = left = _libc.mallinfo2().free
-    while (size := min(size, left)) >= _MMAP_THRESHOLD:
+    while left >= _MMAP_THRESHOLD:
+        size = min(size, left)
         piece = _libc.malloc(size)
-        if piece is None or ctypes.c_size_t.from_address(piece - _SIZE_FIELD).value & _IS_MAPPING:
-            _libc.free(piece)  # there is no hole of that size
-            size = size * 9 // 10
-        else:
+        if piece is not None and not ctypes.c_size_t.from_address(piece - _SIZE_FIELD).value & _IS_MAPPING:
             pieces.append(piece)
             left -= size
-    return pieces
+            continue
+        _libc.free(piece)  # there is no hole of that size
+        if size == _MMAP_THRESHOLD:
+            return
+        size = max(size * 9 // 10, _MMAP_THRESHOLD)
 
 
 def _touch(libc: ctypes.CDLL, nbytes: int) -> None:

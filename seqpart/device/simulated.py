@@ -20,8 +20,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from seqpart.device.accelerator import Accelerator
+from seqpart.device.caching_allocator import CachingAllocator
 from seqpart.device.card import Hardware
-from seqpart.device.cuda import CachingAllocator
 from seqpart.device.device import DOWN, UP
 from seqpart.device.pages import aligned, watched
 from seqpart.device.streams import COMPUTING, Event, Stream, Streams

@@ -1,5 +1,6 @@
 """The methods by name. `register` makes one of your own known."""
 
+from seqpart.config import GROUPS
 from seqpart.errors import OptionError
 from seqpart.methods.exact import CHECKPOINTED, FULL, STREAMED
 from seqpart.methods.ist.method import IST
@@ -24,7 +25,12 @@ def methods_named(name: str) -> tuple[Method, ...]:
 
 
 def register(method: Method) -> None:
-    """Makes a method known by its name, in this process. Raises OptionError for a name that another one has."""
+    """Makes a method known by its name, in this process.
+
+    Raises OptionError for a name that another one has, and for options that no run has: they are groups of seqpart.config.
+    """
+    if not set(method.options) <= set(GROUPS):
+        raise OptionError(f"method {method.name}: expected as options groups of seqpart.config; found {method.options}.")
     if method.name == "auto" or type(METHODS.get(method.name, method)) is not type(method):
         raise OptionError(f"there is a method {method.name} already. Give yours another name.")
     METHODS[method.name] = method

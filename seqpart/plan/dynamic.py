@@ -1,13 +1,11 @@
-"""The planner's dynamic programs, over ints: where to cut the chain, and what to spend memory on.
+"""The planner's dynamic program, over ints: where to cut the chain; and a bound of what memory can save.
 
 Where to cut: of all cuts whose partitions fit, take the fewest partitions, then the smallest boundaries, then the best balance.
 Each of the three adds up over partitions, so the best cut of a chain's first blocks is part of the best cut of all.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,54 +71,6 @@ def _layers(pieces: Sequence[Piece], blocks: int, count: int) -> Iterator[tuple[
 def _add(score: Score, piece: Piece, blocks: int) -> Score:
     boundary = piece.boundary if piece.last < blocks else 0
     return score[0] + 1, score[1] + boundary, score[2] + piece.weight**2
-
-
-Item = tuple[int, float]
-"""(units of memory that it takes, its worth)."""
-
-
-def best_use(rooms: Sequence[int], throughout: Sequence[Item], behind: Mapping[int, Item]) -> tuple[list[int], list[int]]:
-    """Solves a knapsack whose room differs from place to place: rooms[q] is the memory left at place q.
-
-    Each item of `throughout` takes memory at all places, behind[q] from place q on. Returns (indexes of the former, places of
-    the latter) that are worth the most together. The two kinds are chosen separately for every division of the memory: row s
-    of `worth` leaves s units to the items of `throughout`.
-    """
-    top = max(max(rooms), 0)
-    best, added = np.zeros(top + 1), []
-    for item in throughout:
-        best, more = _one_more(best, item)
-        added.append(more)
-    units = np.arange(top + 1)
-    worth, taken = np.where(units == 0, best[:, None], -np.inf), {}
-    for q, room in enumerate(rooms):
-        if q in behind:
-            worth, taken[q] = _one_more(worth, behind[q])
-        worth[units[:, None] + units > room] = -np.inf
-    s, used = (int(index) for index in np.unravel_index(worth.argmax(), worth.shape))
-    if worth[s, used] == -np.inf:
-        return [], []
-    places, indexes = [], []
-    for q in reversed(taken):
-        if taken[q][s, used]:
-            places.append(q)
-            used -= behind[q][0]
-    for index in reversed(range(len(throughout))):
-        if added[index][s]:
-            indexes.append(index)
-            s -= throughout[index][0]
-    return indexes, places
-
-
-def _one_more(worth: np.ndarray, item: Item) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (best worth by units used, mask where it is more with `item`); units are the last axis."""
-    size, value = item
-    with_it = np.full_like(worth, -np.inf)
-    if size < worth.shape[-1]:
-        with_it[..., size:] = worth[..., : worth.shape[-1] - size]
-        with_it += value  # of the whole: in pieces numpy 2.4 takes a buffer, and ends the process where that is refused
-    more = with_it > worth
-    return np.where(more, with_it, worth), more
 
 
 def most_saved(options: Iterable[tuple[float, int]], left: float) -> float:

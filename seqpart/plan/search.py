@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from seqpart.methods.method import Method
 from seqpart.model.packs import DEVICE, Tiers
-from seqpart.plan.dynamic import best_use, most_saved
+from seqpart.plan.dynamic import most_saved
 from seqpart.plan.prediction import (
     Kind,
     Option,
@@ -98,9 +98,9 @@ def _offloading(problem: Problem, found: Prediction, available: int) -> Predicti
     if plain.peak > available:
         return None
     options = options_of(problem, plain, offload=True)
-    orders = _orders(problem, plain, options, available)
+    orders = _orders(options)
     # Memory for partitions that stay instead of kept graphs: first the buffers through which all offloaded graphs go.
-    streamed = _orders(problem, plain, [option for option in options if option.kind is not Kind.KEEP], available)
+    streamed = _orders([option for option in options if option.kind is not Kind.KEEP])
     orders += [tuple(sorted(order, key=lambda option: not option.kind.away)) for order in streamed]
     others = [_filled(problem, plain, (), order, available) for order in orders]
     # All together: one at a time, each would have to find room for buffers that all share.
@@ -166,37 +166,16 @@ _PRICES = (0.1, 0.4, 1.0)
 """Price of a second of transfers, in seconds of computing: nearly hidden by it, in part, not at all."""
 
 
-def _orders(problem: Problem, plain: Prediction, options: Sequence[Option], available: int) -> list[tuple[Option, ...]]:
-    """Orders of the options that save time, one per price: the knapsack's choice first, then by seconds saved per byte."""
+def _orders(options: Sequence[Option]) -> list[tuple[Option, ...]]:
+    """Returns orders of the options that save time, one per price: by seconds saved per byte."""
 
     def ordered(price: float) -> tuple[Option, ...]:
         alone = dict(zip(increments(options), options, strict=True))
         # Among equals the last partition comes first: its graph is there for the shortest time.
         order = sorted(alone, key=lambda option: (-option.worth(price) / max(1, option.nbytes), -option.partition))
-        gaining = [option for option in order if option.worth(price) > 0]
-        return tuple(alone[option] for option in gaining)
+        return tuple(alone[option] for option in order if option.worth(price) > 0)
 
     return list(dict.fromkeys(map(ordered, _PRICES)))
-
-
-_BUCKETS = 128
-"""Units into which the knapsack divides memory."""
-
-
-def _knapsack(problem: Problem, plain: Prediction, options: Sequence[Option], available: int, price: float) -> "set[Option]":
-    rooms, behind = _rooms(problem, plain, available)
-    unit = max(1.0, max(rooms) / _BUCKETS)
-    stays = [option for option in options if option.kind in (Kind.STAY, Kind.WEIGHTS)]
-    graphs = {option.partition: option for option in options if option.kind is Kind.KEEP}
-
-    def item(option: Option) -> tuple[int, float]:
-        return round(option.takes(plain.candidate.resources) / unit), option.worth(price)
-
-    staying, kept = best_use(
-        [int(room / unit) for room in rooms], [item(option) for option in stays],
-        {p + behind: item(option) for p, option in graphs.items()},
-    )  # fmt: skip
-    return {*(stays[index] for index in staying), *(graphs[q - behind] for q in kept)}
 
 
 def _roughly(
@@ -255,13 +234,13 @@ def smallest_of(problem: Problem, ways: Iterable[tuple[Method, int, Parts, Resou
 
 
 def spent(problem: Problem, plain: Prediction, available: int) -> Iterator[Prediction]:
-    """Spends the memory left by `plain` on partitions that stay and on kept graphs: a knapsack, at several prices.
+    """Spends the memory left by `plain` on partitions that stay and on kept graphs, in several orders.
 
     Computing and transfers overlap in part, and an update takes about the longer of the two, so what a second of transfers is
     worth is not known beforehand.
     """
     options = options_of(problem, plain)
-    orders = _orders(problem, plain, options, available)
+    orders = _orders(options)
     for order in orders:
         yield _filled(problem, plain, (), order, available)
     parts, staying = plain.candidate.parts, [option for option in options if option.kind is Kind.STAY]

@@ -192,7 +192,7 @@ def decode_entries(text: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
             raise ValueError(f"{_STRIDES}: of tensors that are not there")
         layout = Layout(tuple(sorted(specs, key=lambda spec: spec.offset)))
         if fillers and fillers != {name: as_type(_Entry, entry) for name, entry in _fillers(layout).items()}:
-            raise ValueError("the bytes between tensors are not zero")
+            raise ValueError("its entries for the gaps between tensors do not match the gaps")
     except ValueError as error:
         raise CorruptFile(
             f"{path}: the safetensors header is damaged ({error}). Do not train on it; use another copy.", path

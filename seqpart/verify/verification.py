@@ -291,7 +291,8 @@ def _refuse(steps: int, reference: str, sweep: int, options: dict[str, Any]) -> 
     exact = [method.name for method in EXACT]
     if reference not in exact:
         raise OptionError(f"--reference: expected one of {', '.join(exact)}; found {reference!r}.")
-    if method := METHODS.get(options.get("method", "")):
+    asked = options.get("method")
+    if method := METHODS.get(asked) if isinstance(asked, str) else None:
         if not method.exact:
             raise OptionError(
                 f"--method {method.name} is approximate: its bits are not those of full training. Verify streamed or "

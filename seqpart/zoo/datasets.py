@@ -265,7 +265,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     except DataError:
         raise
     except Exception as error:  # zipfile, zlib and numpy's header each have errors of their own: TokenError, RuntimeError, ...
-        raise DataError(f"{path} is damaged or not an npz file: {error}. Write it again with numpy.savez.") from None
+        raise DataError(f"{path} is damaged or not an npz file: {error}. Write it again with numpy.savez.") from error
 
 
 def _npz_rows(path: Path, name: str) -> "tuple[tuple[int, ...], np.dtype[Any], Callable[[], Iterator[Array]]]":

@@ -120,8 +120,10 @@ class Stateful(Sampler):
 REFUSED = {
     "differ|expected rows of shape": Uneven,
     r"expected a pair \(x, label\)": lambda: DataLoader(Nothing(), batch_size=2),
-    "batches of several sizes .batch_size=None": lambda: DataLoader(Noisy(), batch_size=None),
-    "batches of several sizes .Pairs": lambda: DataLoader(Noisy(), batch_sampler=Pairs(RandomSampler(Noisy()), 2, False)),
+    "batches of its own, of whatever size .batch_size=None": lambda: DataLoader(Noisy(), batch_size=None),
+    "batches of its own, of whatever size .Pairs": lambda: DataLoader(
+        Noisy(), batch_sampler=Pairs(RandomSampler(Noisy()), 2, False)
+    ),
     "gives another order for the same epoch": lambda: DataLoader(Noisy(), batch_size=BATCH, sampler=Stateful()),
     "can be read once": lambda: iter([(torch.zeros(2), 1)]),
     r"shape input_ids .3,..*padding=seqpart.Padding": lambda: DataLoader(

@@ -251,7 +251,8 @@ def test_the_versions_name_what_a_bug_report_needs():
     assert devices._version("no-such-package") == "not installed"
 
 
-def test_once_settled_freed_memory_leaves_the_process():
+@pytest.mark.parametrize(("hole", "tensor"), [(1_000_000, 100_000), (68_000, 66_000)])
+def test_once_settled_freed_memory_leaves_the_process(hole, tensor):
     """In a process of its own: the allocator's settings hold for all of it. One late block pins a heap that is not settled.
 
     A run whose process had used much memory before took the holes of its heap, one for each block, and passed its limit.
@@ -260,12 +261,14 @@ def test_once_settled_freed_memory_leaves_the_process():
 import contextlib, sys, torch
 from seqpart.device.device import Device
 from seqpart.device.usage import read_process
-used = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(200 * (sys.argv[1] == "settled")) for nbytes in (1_000_000, 100)]
+hole, tensor = map(int, sys.argv[2:])
+count = 200_000_000 // hole * (sys.argv[1] == "settled")
+used = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(count) for nbytes in (hole, 100)]
 used, between = None, used[1::2]
 with Device().settled() if sys.argv[1] == "settled" else contextlib.nullcontext():
     before = read_process().anon
-    many = [torch.ones(100_000, dtype=torch.uint8) for _ in range(1000)]
-    last = torch.ones(100_000, dtype=torch.uint8)
+    many = [torch.ones(tensor, dtype=torch.uint8) for _ in range(100_000_000 // tensor)]
+    last = torch.ones(tensor, dtype=torch.uint8)
     full = read_process().anon
     del many
     print(full - before, read_process().anon - before)
@@ -273,8 +276,9 @@ with Device().settled() if sys.argv[1] == "settled" else contextlib.nullcontext(
 
     def kept(how):
         done = subprocess.run(
-            [sys.executable, "-c", program, how], capture_output=True, text=True, check=True, timeout=120, env=dict(os.environ)
-        )
+            [sys.executable, "-c", program, how, str(hole), str(tensor)], capture_output=True, text=True, check=True,
+            timeout=120, env=dict(os.environ),
+        )  # fmt: skip
         return map(int, done.stdout.split())
 
     full, left = kept("settled")

@@ -126,6 +126,16 @@ def test_memory_that_runs_out_in_code_of_the_user_s_is_no_mistake_of_the_user_s(
         called(f"{__name__}:runs_out", "--model")
 
 
+def test_what_an_error_says_of_its_cause_holds():
+    """An error that was its own cause made a run hang; one that hides what led to it, by `from None`, became another."""
+    itself, hiding = ValueError("of its own"), ValueError("use a smaller cache")
+    itself.__cause__ = itself
+    hiding.__context__, hiding.__suppress_context__ = MemoryError("no room"), True
+    for error in (itself, hiding):
+        with pytest.raises(ValueError, match=str(error)), translate_oom(Device(), "the data were read"):
+            raise error
+
+
 @pytest.mark.parametrize("error", [OptionError("wrong"), DataError("bad"), DoesNotFit("too large")], ids=repr)
 def test_a_mistake_that_no_failed_allocation_led_to_stays_what_it_is(error):
     with pytest.raises(type(error)), translate_oom(Device(), "the model was read"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.device.cuda import GRANULE, CachingAllocator
+from seqpart.device.caching_allocator import GRANULE, CachingAllocator
 from seqpart.device.device import DOWN, UP
 from seqpart.device.opening import open_device
 from seqpart.device.watching import Unordered

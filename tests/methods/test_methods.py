@@ -37,6 +37,21 @@ def test_a_name_stands_for_one_method():
             register(type("Other", (SilMethod,), {"name": name})())
 
 
+def test_options_of_a_method_are_those_that_a_run_has():
+    """A group of another kind made every Settings fail, also for other methods."""
+    with pytest.raises(OptionError, match=r"method mine: expected as options groups of seqpart\.config; found"):
+        register(type("Mine", (SilMethod,), {"name": "mine", "options": (int,)})())
+
+
+def test_a_method_that_is_made_of_another_shares_its_options(monkeypatch):
+    """They were refused for both: each was told that they go with the other only."""
+    monkeypatch.setitem(METHODS, "mine", type("Mine", (SilMethod,), {"name": "mine"})())
+    for name in ("sil", "mine"):
+        Trainer([], mem_limit="2GB", method=name, objective="mse", kappa=3.0)
+    with pytest.raises(OptionError, match='kappa goes with method="sil" or mine only'):
+        Trainer([], mem_limit="2GB", method="streamed", kappa=3.0)
+
+
 def test_options_of_one_method_do_not_go_with_another():
     with pytest.raises(OptionError, match='subnets goes with method="ist" only; found method="sil"'):
         Trainer([], mem_limit="2GB", method="sil", subnets=2)

@@ -1,12 +1,9 @@
 """The dynamic programs find what trying every cut, and every use of memory, finds."""
 
-import itertools
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqpart.plan.dynamic import Piece, best_cut, best_use
+from seqpart.plan.dynamic import Piece, best_cut
 
 
 @st.composite
@@ -74,36 +71,3 @@ def test_what_leaves_the_last_partition_costs_nothing():
     near, far = Piece(0, 1, 1, 1), Piece(0, 2, 2, 1)
     tails = [Piece(1, 3, 100, 1), Piece(2, 3, 0, 1)]
     assert best_cut([near, far, *tails], 3) == (near, tails[0])
-
-
-items = st.tuples(st.integers(0, 6), st.integers(1, 9).map(float))
-
-
-@st.composite
-def uses(draw):
-    """(room at every place, what takes memory at all of them, what takes it from a place on)."""
-    rooms = draw(st.lists(st.integers(0, 12), min_size=1, max_size=5))
-    behind = draw(st.dictionaries(st.integers(0, len(rooms)), items, max_size=5))
-    return rooms, draw(st.lists(items, max_size=4)), behind
-
-
-@given(uses())
-def test_memory_is_spent_on_what_is_worth_the_most_of_all_that_fits(problem):
-    rooms, throughout, behind = problem
-
-    def worth(indexes, places):
-        taken = sum(throughout[index][0] for index in indexes)
-        held = [taken + sum(behind[place][0] for place in places if place <= q) for q in range(len(rooms))]
-        if any(used > room for used, room in zip(held, rooms, strict=True)):
-            return None
-        return sum(throughout[index][1] for index in indexes) + sum(behind[place][1] for place in places)
-
-    indexes, places = best_use(rooms, throughout, behind)
-    assert len(set(indexes)) == len(indexes) and len(set(places)) == len(places)
-    every = itertools.product(subsets(range(len(throughout))), subsets(q for q in behind if q < len(rooms)))
-    assert worth(indexes, places) == pytest.approx(max(found for chosen in every if (found := worth(*chosen)) is not None))
-
-
-def subsets(of):
-    of = list(of)
-    return [chosen for size in range(len(of) + 1) for chosen in itertools.combinations(of, size)]
