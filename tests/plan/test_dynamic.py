@@ -1,4 +1,4 @@
-"""The dynamic programs find what trying every cut, and every use of memory, finds."""
+"""The dynamic program finds what trying every cut finds."""
 
 from hypothesis import given
 from hypothesis import strategies as st
