@@ -13,19 +13,19 @@ import sys
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-import seqpart.plan.inputs as inputs
+from seqpart.profile.machine import MEASURED
 from seqpart import Trainer
 from seqpart.zoo.models import gpt
 
 HEAVY = {heavy}
 at_measurement = []
-measured = inputs.measure_runtime
+measured = MEASURED.runtime
 
 def measure(device):
     at_measurement[:] = [name for name in HEAVY if name in sys.modules]
     return measured(device)
 
-inputs.measure_runtime = measure
+MEASURED.runtime = measure
 torch.manual_seed(0)
 images, vectors = torch.randn(96, 3, 8, 8), torch.randn(96, 64)
 classes = torch.randint(0, 10, (96,))
