@@ -103,7 +103,7 @@ def test_weights_come_at_most_twice_and_go_home_once(micro_batches, slots, optim
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("defers_updates", [False, True])
 def test_weights_that_stay_come_once_and_go_home_at_the_end(slots, defers_updates, tmp_path, monkeypatch):
     options = {"clip_grad_norm": 0.5} if defers_updates else {}
     counted = moves(

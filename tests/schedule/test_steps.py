@@ -264,7 +264,7 @@ def test_kept_graphs_change_no_step():
     [
         ({}, "L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 D0"),
         (
-            {"clips": True},
+            {"defers_updates": True},
             "L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2 B2.0 B2.1 D2+ L1 B1.0 B1.1 D1+ L0+ B0.0 B0.1 U0 D0 L1+ U1 D1 L2+ U2 D2",
         ),
         ({"frozen": {0}}, "L0 F0.0 F0.1 U0 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1"),
@@ -272,12 +272,12 @@ def test_kept_graphs_change_no_step():
         ({"streams": {0, 1}}, "L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 D2 D0"),
         ({"streams": {1}}, "L0+ F0.0 F0.1 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 L1+ B1.0 B1.1 U1 D1 B0.0 B0.1 U0 D0 D2"),
         (
-            {"streams": {1, 2}, "clips": True, "frozen": {0}},
+            {"streams": {1, 2}, "defers_updates": True, "frozen": {0}},
             "L0 F0.0 F0.1 U0 L1 F1.0 F1.1 D1 L2 B2.0 B2.1 D2+ L1+ B1.0 B1.1 U1 D1 L2+ U2 D2 D0",
         ),
         ({"streams": set()}, "L0+ F0.0 F0.1 L1+ F1.0 F1.1 L2+ B2.0 B2.1 U2 B1.0 B1.1 U1 B0.0 B0.1 U0 D0 D1 D2"),
         (
-            {"streams": {1}, "clips": True},
+            {"streams": {1}, "defers_updates": True},
             "L0+ F0.0 F0.1 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 L1 B1.0 B1.1 D1+ B0.0 B0.1 U0 L1+ U1 D1 U2 D0 D2",
         ),
         ({"frozen": {0, 1, 2}}, "L0 F0.0 F0.1 U0 D0 L1 F1.0 F1.1 U1 D1 L2 F2.0 F2.1 U2 D2"),
