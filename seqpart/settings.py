@@ -55,9 +55,13 @@ class Settings(Config):
         """The method of that name, or the exact ones that `auto` chooses from."""
         return methods_named(self.method)
 
+    @property
+    def tests_in_turn(self) -> bool:
+        """True if partitions may be tested one after another."""
+        return not all(method.stays for method in self.methods)
+
     def _contradictions(self) -> Iterator[str]:
         """Yields a message for every pair of options that contradict each other."""
-        exact = self.methods[0].exact
         if self.weights_partial and self.weights is None:
             yield "--weights-partial goes with --weights. Leave it out"
         own = {group for method in self.methods for group in method.options}
@@ -71,13 +75,13 @@ class Settings(Config):
             yield "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
         if self.ema is not None and not 0 < self.ema < 1:
             yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {self.ema}"
-        yield from self._lengths(exact=exact)
+        yield from self._lengths()
         if self.divides_weights and "adafactor" in values_of(self.optimizer):
             yield f"--optimizer adafactor looks at a weight as a whole, and {self.divides_weights} divides it. Take another"
 
-    def _lengths(self, *, exact: bool) -> Iterator[str]:
+    def _lengths(self) -> Iterator[str]:
         """Yields the contradictions of the options for the run's length and its evaluations."""
-        method, epochs = self.method, values_of(self.epochs)
+        method, exact, epochs = self.method, self.methods[0].exact, values_of(self.epochs)
         if self.eval_every is not None and self.test_every is not None:
             yield "--eval-every and --test-every say the same of updates and of epochs. Leave one out"
         if self.max_steps is not None and self.epochs != Settings.epochs:

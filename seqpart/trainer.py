@@ -175,7 +175,7 @@ class Trainer:
                 methods[0].refuse_source(rows.source)
             self.settings = with_loader(asked, rows)
             self._asked = self.settings, asked
-            return rows, test_rows(test, rows, self.settings, padding, whole=not all(method.stays for method in methods))
+            return rows, test_rows(test, rows, self.settings, padding, whole=asked.tests_in_turn)
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Planner], plan: Callable[[Planner], ExecutionPlan],

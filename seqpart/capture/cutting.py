@@ -1,4 +1,4 @@
-"""Cuts a recorded program, one for training and one for evaluating, into a chain of segments."""
+"""Chooses where to cut a recorded program, one for training and one for evaluating, and cuts it into a chain of segments."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""Settings that may change when a run is resumed, and its position in the phases then.
+"""What a resumed run may change, its position in the phases then, and the digests of what must be the same: rows and layers.
 
 What a partition has learned stays as it is; new values hold from the next update on. The number of epochs may change only
 while that training goes on: a finished partition of `sil` is what the later ones have learned from.
@@ -36,6 +36,12 @@ TUNED = {
 """Settings that may differ and change what is learned from there on."""
 OF_RECOVERY = {"recover", "recovery_batch_size"}
 """Settings that may differ until recovery has begun."""
+_FIRST = 16 << 20
+"""Bytes of first rows that are digested of data that is read in order, as files are; at least one piece."""
+_MOST = 12
+"""Most settings that a message names."""
+Layers = list[tuple[str, str]]
+"""For each block its type, and a digest of its modules, their settings and the functions between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +167,6 @@ def kept_words(trained: Sequence[float], asked: Sequence[float]) -> list[str]:
 
 def _listed(numbers: Sequence[Any]) -> str:
     return ", ".join(map(str, dict.fromkeys(numbers)))
-
-
-_FIRST = 16 << 20
-"""Bytes of first rows that are digested of data that is read in order, as files are; at least one piece."""
-
-_MOST = 12
-"""Most settings that a message names."""
-Layers = list[tuple[str, str]]
-"""For each block its type, and a digest of its modules, their settings and the functions between them."""
 
 
 def row_digests(train: Split, test: Split) -> dict[str, str]:

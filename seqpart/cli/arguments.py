@@ -30,6 +30,17 @@ from seqpart.store.atomic import checked_body
 from seqpart.store.scratch import JOB, has_checkpoint
 from seqpart.text import read_text, refuse_unusable, short
 
+T = TypeVar("T")
+
+_NOT_KEPT = {
+    "config", "resume", "output_dir", "overwrite", "dry_run", "plan", "plan_out", "print_schedule", "trace", "quiet", "debug",
+}  # fmt: skip
+"""Options that a resumed run does not take over."""
+_BF16 = "--bf16"
+"""Short for --dtype bf16."""
+_DEFAULT = " Default: "
+Option = bool | int | float | str | None
+"""An option's value in JSON."""
 _YAML = (".yaml", ".yml")
 
 
@@ -83,19 +94,6 @@ def _as_list(value: Any) -> Any:
     if value is None:
         raise ValueError("a name without a value; leave it out for the default")
     return value
-
-
-T = TypeVar("T")
-
-_NOT_KEPT = {
-    "config", "resume", "output_dir", "overwrite", "dry_run", "plan", "plan_out", "print_schedule", "trace", "quiet", "debug",
-}  # fmt: skip
-"""Options that a resumed run does not take over."""
-_BF16 = "--bf16"
-"""Short for --dtype bf16."""
-_DEFAULT = " Default: "
-Option = bool | int | float | str | None
-"""An option's value in JSON."""
 
 
 def options_of(kind: type[T], arguments: list[str], program: str) -> T:

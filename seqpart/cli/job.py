@@ -1,4 +1,4 @@
-"""A job of the command line, and the trainer, data and model for it."""
+"""A job of the command line, the trainer, data and model for it, and the smallest limit that a refusal names."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -166,7 +166,7 @@ def data_of(job: Job) -> tuple[Split, Split]:
         augment=job.augment, tokenizer=tokenizer,
     )  # fmt: skip
     rows = training_rows(train, job, whole=job.methods[0].alone)
-    return rows, test_rows(test, rows, job, whole=not all(method.stays for method in job.methods))
+    return rows, test_rows(test, rows, job, whole=job.tests_in_turn)
 
 
 def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:

@@ -241,14 +241,13 @@ class Heap:
 
 
 def _fill_holes(pieces: list[int]) -> None:
-    """Allocates into `pieces` the free memory of the heap that a tensor would fit into, and does not touch it.
+    """Allocates into `pieces` the free memory of a trimmed heap that a tensor would fit into, and does not touch it.
 
     A tensor that lay in such a hole would stay in memory when it is freed: where the program had used much memory before, each
     block of a network took another one, and the limit was passed.
     """
     if _libc is None or not hasattr(_libc, "mallinfo2"):
         return
-    _libc.malloc_trim(0)
     size = left = _libc.mallinfo2().free
     while left >= _MMAP_THRESHOLD:
         size = min(size, left)

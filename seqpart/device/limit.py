@@ -245,10 +245,8 @@ def translate_oom(device: Device, when: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        refused = isinstance(error, SeqpartError) and not isinstance(
-            error, BadInput
-        )  # of another kind than the user's code or data
-        if refused or not device.ran_out_of_memory(error):
+        # The user's code or data may have run out of memory and be refused for it; other errors of ours say what they mean.
+        if (isinstance(error, SeqpartError) and not isinstance(error, BadInput)) or not device.ran_out_of_memory(error):
             raise
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         found = OutOfMemory(f"memory ran out while {when}: {text}. Give a larger --mem-limit.")

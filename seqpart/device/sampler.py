@@ -1,4 +1,4 @@
-"""Samples memory throughout a run, for the proof in its last line."""
+"""Samples memory throughout a run, for the proof in its last line and the timeline in its directory."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Translates transformers' TrainingArguments to seqpart's settings."""
+"""Translates transformers' TrainingArguments to seqpart's settings, and to the optimizer and schedule that they mean."""
 
 import copy
 import inspect

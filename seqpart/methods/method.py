@@ -278,8 +278,8 @@ class Method(ABC):
             )
 
     def lack_behind(self, config: Config, pack: RowPack, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
-        """Why no partition may end with outputs of this shape, in words; "" if one may."""
-        return pack.lack if self.alone else ""
+        """Why no partition that is trained alone may end with outputs of this shape, in words; "" if one may."""
+        return pack.lack
 
     def rows_per_pass(
         self, loss: LossFunction, splits: Sequence[Split], *, batch: int, epochs: int, key: tuple[int | str, ...] | None

@@ -49,9 +49,7 @@ def choose_exact(
     available = problem.limit - margin_of(problem.limit)
     if 1 in (problem.count, len(problem.starts or ())):  # in one partition all methods are one
         methods = methods[:1]
-    tried = list[tuple[Method, Prediction | None]]()
-    for method in methods:
-        tried.append((method, fastest_of(problem, method, available)))
+    tried = [(method, fastest_of(problem, method, available)) for method in methods]
     found = [prediction for _, prediction in tried if prediction is not None]
     if not found:
         raise _does_not_fit(problem, methods)

@@ -242,6 +242,8 @@ class Inputs:
 
     def _lack_behind(self, cost: BlockCost) -> str:
         """Why a partition may not end with this block, in words; "" if it may."""
+        if not self.alone:
+            return ""
         label_shape = tuple(self.train.labels.shape[1:])
         return self.methods[0].lack_behind(self.settings, self.row_pack(cost), cost.output_shape, label_shape)
 

@@ -110,7 +110,7 @@ class Planner(Inputs):
         )  # fmt: skip
 
     def _machine(self, request: PlanRequest, costs: Sequence[BlockCost]) -> planning.Machine:
-        device, shares = self.device, self.device.shares_memory
+        device, shares, budget = self.device, self.device.shares_memory, self._host_budget()
         kept = request.methods[0].library_bytes(self.rows_per_pass(self.full_batch)) if shares else 0
         return planning.Machine(
             device=device.name, host_counts=shares, runtime=self.runtime + request.spare, growth=device.growth + kept,
@@ -119,7 +119,7 @@ class Planner(Inputs):
             may_keep_heap=device.keeps_heap and request.may_keep_heap and not any(cost.untouched for cost in costs),
             boundary_tiers=("device", "host" if not shares or self.settings.ram_limit else "disk"),
             graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
-            host_room=self._host_budget() // (1 if shares else 2), host_budget=self._host_budget(),
+            host_room=budget // (1 if shares else 2), host_budget=budget,
         )  # fmt: skip
 
     def planned(self, request: PlanRequest | None = None) -> ExecutionPlan:

@@ -11,6 +11,11 @@ from seqpart.schedule.lengths import Interval
 from seqpart.schedule.phase import Phase, PhaseKind
 
 
+def _times(passes: int, every: int | None) -> int:
+    """Returns how often something comes that follows each `every`-th of so many passes, without the time after the last."""
+    return 0 if every is None else max(0, passes - 1) // every
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epochs:
     """A stretch of phases: `epochs` passes of `train`, with `behind` after each `every`-th of them and after the last."""
@@ -26,7 +31,7 @@ class Epochs:
     @property
     def rounds(self) -> int:
         """How often `behind` comes, without the last time."""
-        return 0 if self.every is None else max(0, self.epochs - 1) // self.every
+        return _times(self.epochs, self.every)
 
     def _place(self, index: int) -> tuple[int, int]:
         """Returns (passes of `train` before the current round, its phases before `index`); a round ends with `behind`."""
@@ -205,7 +210,7 @@ class Rounds:
     @property
     def _tests(self) -> int:
         """How often `behind` comes, without the last time."""
-        return 0 if self.every is None else max(0, self.epochs - 1) // self.every
+        return _times(self.epochs, self.every)
 
     def __len__(self) -> int:
         return self.epochs * self._per_epoch + (self._tests + 1) * len(self.behind)
@@ -400,7 +405,7 @@ class Pieces:
     def walked(self) -> Iterator[tuple[Phase, int]]:
         """Yields the first piece, one that stands for all others, and the phases after them; each with how many phases of the
         stretch it stands for."""
-        tests = (self.updates - 1) // self.every if self.every is not None else 0
+        tests = _times(self.updates, self.every)
         pieces = self._last - tests * len(self.behind)
         first = self._piece(0)
         yield first, 1

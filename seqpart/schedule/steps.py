@@ -1,4 +1,4 @@
-"""The grammar of a run: verbs, the steps made of them, and the schedule of given phases.
+"""The grammar of a run: verbs, the steps made of them, the schedule of given phases, and the events of its execution.
 
 A schedule is data. The same stream of steps is printed for the user, simulated by the planner and run by the
 executor, so the three cannot drift apart. It has only ints, no torch.

@@ -1,4 +1,4 @@
-"""One way to train for `verify`: some updates and an evaluation, recorded as digests, without results on disk."""
+"""The ways to train for `verify`: some updates and an evaluation, by a run or a plain loop, recorded as digests."""
 
 import copy
 import gc

@@ -1,5 +1,4 @@
-"""Recomputes BatchNorm's running statistics as the mean over a pass's batches, with all else in eval mode; and restores buffers
-to their values before passes that are repeated."""
+"""Recomputes BatchNorm's running statistics as the mean over a pass's batches, with all else in eval mode."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
