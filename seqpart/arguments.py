@@ -6,11 +6,10 @@ Each would fail later, with a message about something else.
 import inspect
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import nn
 
-from seqpart.errors import DataError, ModelError, OptionError
+from seqpart.errors import ModelError, OptionError
 from seqpart.text import short
 
 
@@ -60,15 +59,6 @@ def _changed(optimizer: torch.optim.Optimizer) -> str:
         if name in usual and isinstance(value, bool | int | float | tuple) and value != usual[name].default
     }
     return "".join(f", {name}={value}" for name, value in found.items())
-
-
-def refuse_labels_as_test(train: object, test: object) -> None:
-    """Raises DataError for (x, y) in two arguments."""
-    if isinstance(train, torch.Tensor | np.ndarray) and isinstance(test, torch.Tensor | np.ndarray):
-        raise DataError(
-            "expected the training rows, and perhaps test rows, each a pair; found tensors of shape "
-            f"{tuple(train.shape)} and {tuple(test.shape)}. Give x and y as one argument: fit((x, y))."
-        )
 
 
 def refuse_no_modules(model: object) -> None:

@@ -10,24 +10,23 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from seqpart.arguments import (
-    refuse_labels_as_test,
     refuse_no_loss,
     refuse_no_modules,
     refuse_optimizer,
     refuse_options_beside,
 )
 from seqpart.checkpoint.resume import ResumePoint, resume_point_of
-from seqpart.data.loaders import for_data, test_rows, training_rows, with_loader
+from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
 from seqpart.data.reading import with_fewer_workers
-from seqpart.data.source import Source
-from seqpart.data.splits import Split, as_split, first_rows, tested_on
+from seqpart.data.splits import Split, first_rows
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import MemoryUsage, highest
 from seqpart.errors import Interrupted, OptionError
 from seqpart.fields import values_of
+from seqpart.intake import largest_batch, rows_of, rows_of_a_window, rows_to_evaluate
 from seqpart.interrupts import like_ctrl_c
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.inspection import KeptModes
@@ -50,7 +49,7 @@ from seqpart.runtime.pauses import PlanAnew, let_learn
 from seqpart.runtime.result import Evaluation, Result, carry_out, with_average
 from seqpart.runtime.run import Run
 from seqpart.runtime.tracking import traced, tracked
-from seqpart.runtime.training_session import TrainingSession, largest_batch, loop_settings, rows_of_a_window
+from seqpart.runtime.training_session import TrainingSession, loop_settings
 from seqpart.runtime.weight_store import refuse_taken_places
 from seqpart.schedule.lengths import refuse_untested
 from seqpart.settings import Settings
@@ -142,40 +141,32 @@ class Trainer:
         """
         gc.collect()
         with self.device.running(), self.device.at_work(), ExitStack() as stack:
-            prepare = partial(self.prepare, *self._rows(train, test), reuse=reuse, dry=dry)
+            prepare = partial(self.prepare, *self.rows(train, test), reuse=reuse, dry=dry)
             yield self._fitting(stack, prepare, Planner.planned, reuse, in_pairs=self._in_pairs)
 
     def prepare(
-        self, train: object, test: object = None, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
+        self, train: Split, test: Split, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
         model: object = None,
     ) -> Planner:  # fmt: skip
         """Checks and measures everything, ready to be planned. Modules passed built are empty until it is closed.
 
-        resumes: weights come from a checkpoint. model: replaces the trainer's own.
+        train, test: see `rows`. resumes: weights come from a checkpoint. model: replaces the trainer's own.
         """
         with translate_oom(self.device, "the model and the machine were measured"), self.device.own_random_state():
-            rows = as_split(train, "training")
-            tests = tested_on(test, rows)
-            refuse_untested(self.settings.between_tests, tests.count)
+            refuse_untested(self.settings.between_tests, test.count)
             return preparation_of(self.settings)(
-                self.model if model is None else model, self.settings, rows, tests, self.device,
+                self.model if model is None else model, self.settings, train, test, self.device,
                 final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
                 resumes=resumes,
             )  # fmt: skip
 
-    def _rows(self, train: object, test: object) -> tuple[Split, Split]:
+    def rows(self, train: object, test: object = None) -> tuple[Split, Split]:
         """Returns the training and test rows; the settings take their loader's batch size and order."""
-        refuse_labels_as_test(train, test)
         with translate_oom(self.device, "the data were looked at"):
             asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
-            padding = for_data(self._padding, (train, test))
-            methods = asked.methods
-            rows = training_rows(train, asked, padding=padding, whole=methods[0].alone)
-            if isinstance(rows.source, Source):
-                methods[0].refuse_source(rows.source)
-            self.settings = with_loader(asked, rows)
+            rows, tests, self.settings = rows_of(train, test, asked, self._padding)
             self._asked = self.settings, asked
-            return rows, test_rows(test, rows, self.settings, padding, whole=asked.tests_in_turn)
+            return rows, tests
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Planner], plan: Callable[[Planner], ExecutionPlan],
@@ -281,7 +272,7 @@ class Trainer:
             observer = observer if before_update is None else replace(observer, before_update=before_update)
             observer = traced(self.settings.trace, observer, sampler, reporter, stack)
             observer, tracking = tracked(self.settings.trackers, observer, sampler, reporter, stack)
-            train, test = self._rows(train, test)
+            rows, tests = self.rows(train, test)
             resumed: ResumePoint | None = None
             if resume is not None:
                 resumed = resume_point_of(Path(resume).absolute(), self.settings)
@@ -289,7 +280,7 @@ class Trainer:
                     let_learn(self.model, resumed.state.loop)
             stack.enter_context(translate_oom(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
-            prepare = partial(self.prepare, train, test, reuse=reuse, resumes=resumes)
+            prepare = partial(self.prepare, rows, tests, reuse=reuse, resumes=resumes)
             plan = partial(self._planned, sampler, Planner.planned if resumed is None else resumed.planned)
             earlier = resumed.plan if resumed is not None else reuse
             with planning_shown(reporter):
@@ -301,10 +292,10 @@ class Trainer:
             adapted = self.model if is_adapted(self.model) else None
             result = replace(carry_out(run, began), config=getattr(self.model, "config", None), model=adapted)
         self._trained = result.weights
-        if result.average is None or not test.count:
+        if result.average is None or not tests.count:
             return result
-        said = f"their moving average on the {test.count} test rows"
-        return with_average(result, self._evaluated(said, test, result.average, compute_metrics, result.proof))
+        said = f"their moving average on the {tests.count} test rows"
+        return with_average(result, self._evaluated(said, tests, result.average, compute_metrics, result.proof))
 
     def evaluate(
         self, data: object, *, weights: str | Path | None = None, compute_metrics: ComputeMetrics = None
@@ -319,7 +310,7 @@ class Trainer:
 
         Raises what `fit` raises.
         """
-        split = training_rows(data, self.settings, "evaluation", for_data(self._padding, (data,)), whole=True)
+        split = rows_to_evaluate(data, self.settings, self._padding)
         return self._evaluated(f"evaluation of {split.count} rows", split, weights, compute_metrics)
 
     def _evaluated(

@@ -10,11 +10,11 @@ from typing import ClassVar
 
 from seqpart.config import DTYPES, MOST, Data, Files, Limits, LrSchedule, Method, OptimizerName, Output, Precision
 from seqpart.data.classes import count_classes
-from seqpart.data.loaders import test_rows, training_rows
 from seqpart.data.splits import Split, count_tokens
 from seqpart.device.limit import RUNTIME_VARIES, limit_of, refused
 from seqpart.errors import BadInput, DoesNotFit, OptionError
 from seqpart.fields import PerPartition, nearest
+from seqpart.intake import rows_of
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
@@ -165,8 +165,7 @@ def data_of(job: Job) -> tuple[Split, Split]:
         job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context,
         augment=job.augment, tokenizer=tokenizer,
     )  # fmt: skip
-    rows = training_rows(train, job, whole=job.methods[0].alone)
-    return rows, test_rows(test, rows, job, whole=job.tests_in_turn)
+    return rows_of(train, test, job)[:2]
 
 
 def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:

@@ -95,19 +95,14 @@ def is_loader(data: object) -> bool:
     return hasattr(data, "__iter__") and not hasattr(data, "__getitem__") and not isinstance(data, str | Split)
 
 
-def kept_rows(data: object, settings: Config, name: str, padding: Padding | None) -> Split:
-    """Returns the rows of any data, with one draw of each row kept."""
-    if is_loader(data):
-        return _read(source_of(data, name, padding), replace(settings, cache="rows"))
-    return as_split(padded(data, name, padding), name)
-
-
-def first_batch(loader: object, settings: Config, name: str, padding: Padding | None) -> Split:
-    """Returns the first batch of a loader or a stream."""
-    source = source_of(loader, name, padding)
+def first_batch(data: object, settings: Config, name: str, padding: Padding | None) -> Split:
+    """Returns the first rows of a loader, a stream or a data set: one batch."""
+    source = source_of(data if is_loader(data) else padded(data, name, padding), name, padding)
+    rows = source.batch if source.collate is not None else max(values_of(settings.batch_size))
     with generators_kept():
-        most = max(ROWS_AT_ONCE, source.batch, *values_of(settings.batch_size))
-        return _first(counted(source, most), source.draws(settings.seed, "train", 0, 0))[0]
+        source = counted(source, rows)
+    rows = min(rows, source.count)
+    return _kept(_of_source(replace(source, count=rows, rows=rows, goes_on=source.streams), settings, whole=True))
 
 
 def _read(source: Source, settings: Config, *, whole: bool = False) -> Split:

@@ -12,7 +12,7 @@ import torch
 
 from seqpart.capture.inputs import PADS, described, is_several, refuse_text
 from seqpart.data.reader import Ints
-from seqpart.data.splits import Split, as_split, kind_of, labels_apart, unreadable, write_rows
+from seqpart.data.splits import Split, as_split, parted, unreadable, write_rows
 from seqpart.device.device import Device, keyed_seed
 from seqpart.errors import DataError, SeqpartError
 
@@ -232,18 +232,6 @@ class SourceReader:
         if count != len(items):
             raise DataError(f"{said}: the collate_fn made {count} rows of {len(items)} items; expected one of each.")
         return x, y
-
-
-def parted(found: Any, said: str) -> tuple[Any, Any]:
-    """Returns (x, labels) of an item or a batch: a dict with `labels`, a pair, or a tuple, labels last. Raises DataError."""
-    if isinstance(found, Mapping):
-        return labels_apart(found, said)
-    if not isinstance(found, tuple | list) or len(found) < 2:
-        raise DataError(
-            f"{said}: expected a pair (x, label), a tuple whose last is the label, or a dict with labels; "
-            f"found {kind_of(found)}."
-        )
-    return (found[0] if len(found) == 2 else tuple(found[:-1])), found[-1]
 
 
 def stacked(rows: Sequence[tuple[Any, Any]], name: str) -> tuple[Any, Any]:

@@ -24,7 +24,8 @@ from seqpart.model.losses import label_dtype
 
 
 def as_pair(data: object, said: str) -> object:
-    """Returns all rows at once as (x, y) if they are a dict of tensors with `labels`, and other data unchanged.
+    """Returns all rows at once as (x, y) if they are a dict of tensors with `labels`, or several tensors with the labels last,
+    and other data unchanged.
 
     Raises DataError for x alone, and for a dict without labels.
     """
@@ -50,6 +51,8 @@ def as_pair(data: object, said: str) -> object:
             raise DataError(f"{said}: found several data sets: {', '.join(data)}. Give one of them, as data['train'].")
         x, y = labels_apart(data, said)
         return x, y if hasattr(y, "shape") or isinstance(y, Mapping) else np.asarray(y)
+    if isinstance(data, tuple | list) and len(data) > 2 and all(len(getattr(part, "shape", ())) for part in data):
+        return parted(data, said)
     return data
 
 
@@ -62,6 +65,18 @@ def labels_apart(found: Mapping[Any, Any], said: str) -> tuple[dict[Any, Any], A
             f"{', '.join(map(str, found)) or 'an empty one'}. Name them labels, or give a pair (x, labels)."
         )
     return {other: part for other, part in found.items() if other != name}, found[name]
+
+
+def parted(found: Any, said: str) -> tuple[Any, Any]:
+    """Returns (x, labels) of an item or a batch: a dict with `labels`, a pair, or a tuple, labels last. Raises DataError."""
+    if isinstance(found, Mapping):
+        return labels_apart(found, said)
+    if not isinstance(found, tuple | list) or len(found) < 2:
+        raise DataError(
+            f"{said}: expected a pair (x, label), a tuple whose last is the label, or a dict with labels; "
+            f"found {kind_of(found)}."
+        )
+    return (found[0] if len(found) == 2 else tuple(found[:-1])), found[-1]
 
 
 def is_pair(data: object) -> TypeGuard[Sequence[Any]]:
@@ -321,24 +336,10 @@ def spread(count: int, most: int) -> list[int]:
 def _kind(items: Any, name: str) -> tuple[Form, torch.dtype]:
     """Returns (form of the first item's inputs if it has several, type of rows). An invalid item raises later."""
     try:
-        x, _ = _parted(items[0], name)
+        x, _ = parted(items[0], name)
     except Exception:
         return (), torch.float32
     return (form_of(x, f"{name} data: item 0", whole=False), torch.uint8) if is_several(x) else ((), _dtype_of(x))
-
-
-def _parted(item: Any, said: str) -> tuple[Any, Any]:
-    """Returns x and label of a pair, or of a dict with `labels`, or else `label`, as data sets of Hugging Face have it."""
-    if isinstance(item, Mapping):
-        return labels_apart(item, said)
-    try:
-        x, y = item
-    except (TypeError, ValueError):
-        raise DataError(
-            f"{said}: expected a pair (x, label), or a dict with labels; found {kind_of(item)}. A row of several inputs is "
-            "((one, other), label)."
-        ) from None
-    return x, y
 
 
 def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
@@ -384,7 +385,7 @@ def _item(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, 
     except Exception as error:
         raise unreadable(name, items, index, error) from error
     try:
-        x, y = _parted(item, f"{name} data: item {index}")
+        x, y = parted(item, f"{name} data: item {index}")
         return (packed(one_row(x), form, f"{name} data: item {index}")[0] if form else torch.as_tensor(x)), y
     except DataError:
         raise

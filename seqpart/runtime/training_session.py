@@ -13,18 +13,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from seqpart.capture.inputs import PADS, Form, in_order, is_several
+from seqpart.capture.inputs import PADS
 from seqpart.config import MOST
 from seqpart.data.boundary_cache import FedRows
-from seqpart.data.loaders import first_batch, is_loader, kept_rows
-from seqpart.data.padding import Padding, padded
-from seqpart.data.reader import WINDOW
-from seqpart.data.source import parted
-from seqpart.data.splits import Split, as_pair, as_split, first_rows, is_pair, said_of_labels, said_of_rows, write_rows
+from seqpart.data.padding import Padding
+from seqpart.data.splits import Split, said_of_labels, said_of_rows, write_rows
 from seqpart.device.device import Device
 from seqpart.device.sampler import Proof
 from seqpart.errors import DataError, ModelError, OptionError
-from seqpart.fields import flag_of, values_of
+from seqpart.fields import flag_of
+from seqpart.intake import batch_rows, kept_rows
 from seqpart.interrupts import Interrupts
 from seqpart.methods import methods_named
 from seqpart.model.metrics import ComputeMetrics, own_metrics
@@ -36,7 +34,6 @@ from seqpart.schedule.lengths import AT_THE_END
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Position
 from seqpart.settings import Settings
-from seqpart.store.row_file import RowLayout
 
 _GOES_ON = "the step is done, and the session goes on: its export(FILE) and state_dict() give what was trained"
 _OF_FIT = (
@@ -68,22 +65,6 @@ def loop_settings(settings: Settings, folder: Path) -> Settings:
         settings, output_dir=folder / "run", save_every="never", epochs=settings.max_steps or MOST, max_steps=None,
         shuffle=False,
     )  # fmt: skip
-
-
-def as_batch(batch: object, name: str = "the batch", padding: Padding | None = None, form: Form = ()) -> Split:
-    """Checks (x, y), a tuple with its labels last, or a dict with `labels`, and returns it as a Split. Raises DataError.
-
-    form: the form of the example's rows.
-    """
-    batch = as_pair(batch, name)
-    if isinstance(batch, tuple | list) and len(batch) > 2 and is_several(batch):
-        batch = parted(batch, name)
-    if is_pair(batch):
-        batch = batch if padding is None else padding.of_batch(batch, name)
-        batch = in_order(batch[0], form), batch[1]
-    elif padding is not None:
-        batch = padded(batch, name, padding)
-    return as_split(tuple(batch) if isinstance(batch, list) else batch, name)
 
 
 class TrainingSession:
@@ -200,7 +181,7 @@ class TrainingSession:
         loss before the update: the mean over the rows, or over what the loss counted of them. It takes no other arguments."""
         if others:
             raise DataError("step: expected one batch; found several arguments. Give x and y as one: step((x, y)).")
-        split = as_batch(batch, padding=self._padding, form=self._example.form)
+        split = batch_rows(batch, padding=self._padding, form=self._example.form)
         self._refuse_unlike(split)
         if split.count > self._example.count:
             raise DataError(
@@ -257,7 +238,7 @@ class TrainingSession:
         """Returns loss and accuracy of the current model on `data`, as `Trainer.evaluate` does. Rows are kept: a loader is
         iterated once."""
         session = self._session
-        split = kept_rows(data, self._settings, "evaluation", self._padding)
+        split = kept_rows(data, self._settings, self._padding)
         self._refuse_unlike(split)
         with self._working():
             self._bring_home()
@@ -312,21 +293,3 @@ class TrainingSession:
         if self._steps is not None:
             self._steps.close()
             self._steps = None
-
-
-def largest_batch(example: object, settings: Settings, padding: Padding | None = None) -> Split:
-    """Returns the first rows of the example, as many as a batch may have. Raises DataError if it has fewer."""
-    (batch_size,), said = values_of(settings.batch_size), "the example"
-    split = first_batch(example, settings, said, padding) if is_loader(example) else as_batch(example, said, padding)
-    if split.count < batch_size:
-        raise DataError(
-            f"the example has {split.count} rows, and a batch may have {batch_size}. Give --batch-size {split.count}, or an "
-            "example with more."
-        )
-    return first_rows(split, batch_size)
-
-
-def rows_of_a_window(example: Split) -> Split:
-    """Returns stand-in test rows for a session's plan: as many as are read at once from any larger number."""
-    layout = RowLayout(example.shape, example.dtype)
-    return replace(example, name="test", count=max(example.count, WINDOW * layout.chunk_rows))

@@ -15,12 +15,13 @@ from torch import nn
 
 from seqpart.capture.capture import judged_output, run_on_rows
 from seqpart.data.reader import Batch, open_reader
-from seqpart.data.splits import as_split, first_rows
+from seqpart.data.splits import Split
 from seqpart.device.compiler import take_step
 from seqpart.device.pages import aligned
 from seqpart.device.sampler import Sampler
 from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DataError, DoesNotFit, ModelError, OutOfMemory, VerifyMismatch
+from seqpart.intake import tested_on_first
 from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss
 from seqpart.model.blocks import Block
@@ -58,7 +59,7 @@ class Variant:
     """Measured peak of the last run."""
 
     @classmethod
-    def planned(cls, name: str, trainer: Trainer, train: object, *, reuse: Plan | None = None) -> Self:
+    def planned(cls, name: str, trainer: Trainer, train: Split, *, reuse: Plan | None = None) -> Self:
         with closing(prepared_to_verify(trainer, train, reuse=reuse)) as planner:
             return cls.of(name, planner, planner.planned())
 
@@ -100,10 +101,9 @@ class Variant:
         self.peak = sampler.peak
 
 
-def prepared_to_verify(trainer: Trainer, train: object, *, reuse: Plan | None = None) -> Planner:
+def prepared_to_verify(trainer: Trainer, train: Split, *, reuse: Plan | None = None) -> Planner:
     gc.collect()  # what the variant before has left in cycles would count
-    split = as_split(train, "training")
-    return trainer.prepare(split, first_rows(split, _EVALUATED), reuse=reuse)
+    return trainer.prepare(train, tested_on_first(train, _EVALUATED), reuse=reuse)
 
 
 class _Recorder:
@@ -165,7 +165,7 @@ _REFUSALS = 10
 """Draws per wanted plan: some are refused by the model, or equal known ones."""
 
 
-def drawn_plans(limited: Variant, trainer: Trainer, train: object, count: int) -> tuple[Variant, ...]:
+def drawn_plans(limited: Variant, trainer: Trainer, train: Split, count: int) -> tuple[Variant, ...]:
     """Returns up to `count` ways to train whose answers differ from `limited` and from each other, within the memory of
     `trainer`. They are drawn with the run's seed, and so are repeatable."""
     with closing(prepared_to_verify(trainer, train)) as planner:

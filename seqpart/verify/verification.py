@@ -24,8 +24,7 @@ from typing import Any
 
 import xxhash
 
-from seqpart.data.loaders import for_data, is_loader
-from seqpart.data.padding import padded
+from seqpart.data.splits import Split
 from seqpart.device.limit import limit_for
 from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
@@ -102,8 +101,6 @@ def verify(
     """
     reporter = reporter or Reporter(quiet=True)
     _refuse(steps, reference, sweep, options)
-    padding = for_data(options.pop("padding", None), (train,))
-    train = train if is_loader(train) else padded(train, "training", padding)
     with own_folder(Path(options.get("offload_dir") or "runs"), "verify-") as folder, ExitStack() as stack:
         options = {**options, "offload_dir": None, "output_dir": folder / "run", "save_every": "never"}
         options = {"method": "streamed", **options} if reuse is None else {**options, "method": _method_for(reuse, options)}
@@ -112,21 +109,23 @@ def verify(
             def trainer(**changed: Any) -> Trainer:
                 return Trainer(tiled, loss, optimizer, quiet=True, **{**options, **changed, "tile": "never"})
 
-            return Variant.planned("limited", trainer(), train, reuse=reuse), trainer
+            return Variant.planned("limited", trainer(), rows, reuse=reuse), trainer
 
         asked = Trainer(model, loss, optimizer, quiet=True, **options)
         stack.enter_context(asked.device.running())
+        rows, _ = asked.rows(train)
+        options |= {"padding": None, "batch_size": asked.settings.batch_size, "shuffle": asked.settings.shuffle}
         sizes, model = asked.tiles(reuse), stack.enter_context(PlainTensors(model, asked.device.kind))
         model = stack.enter_context(KeptModes(model))
         limited, trainer = first_that_fits(stack, model, sizes, planned)
         _refuse_plan(limited, steps, reference, reuse)
-        found = _compared(limited, trainer, train, steps, reference, sweep, reporter, folder / "tensor", model)
+        found = _compared(limited, trainer, rows, steps, reference, sweep, reporter, folder / "tensor", model)
     reporter.say(str(found))
     return found
 
 
 def _compared(
-    limited: Variant, trainer: Callable[..., Trainer], train: object, steps: int, reference: str, sweep: int,
+    limited: Variant, trainer: Callable[..., Trainer], train: Split, steps: int, reference: str, sweep: int,
     reporter: Reporter, kept: Path, model: object,
 ) -> Agreement:  # fmt: skip
     """Compares the runs. kept: file for a tensor that differs."""
@@ -332,7 +331,7 @@ def _whole(limited: Variant) -> dict[str, Any]:
     return {"mem_limit": available, "micro_batch_size": limited.prepared.plan.micro_batch, "partitions": "auto"}
 
 
-def _reference(limited: Variant, trainer: Trainer, train: object) -> Variant:
+def _reference(limited: Variant, trainer: Trainer, train: Split) -> Variant:
     """Returns the reference. Raises DoesNotFit if there is no room for it."""
     try:
         found = Variant.planned("reference", trainer, train)

@@ -320,7 +320,8 @@ def test_another_model_is_taken_where_one_was_whose_preparation_was_dropped_and_
     addresses = set[int]()
     for _ in range(10):
         model = nn.Sequential(*layers())
-        Trainer(model, **asked).prepare((x, y))
+        trainer = Trainer(model, **asked)
+        trainer.prepare(*trainer.rows((x, y)))
         addresses.update(map(id, model.parameters()))
         del model
     gc.collect()

@@ -50,7 +50,7 @@ def one_tensor():
         ([{"x": X[0], "text": "one", "labels": 0}] * 8, "item 0: expected numbers; text is the text 'one'. Turn texts into"),
         ("rows.npz", "found the text 'rows.npz'"),
         ((X.tolist(), Y.tolist()), r"found two lists, of 24 and 24. Give \(torch.tensor\(x\), torch.tensor\(y\)\)"),
-        ((X, Y, X), r"item 0: expected a pair \(x, label\), .*or a dict with labels; found a Tensor of shape \(24, 4\)"),
+        ((X, Y, "text"), r"item 0: expected a pair \(x, label\), .*or a dict with labels; found a Tensor of shape \(24, 4\)"),
     ],
     ids=["tensor", "two columns", "array", "dict", "dict of sets", "texts", "text", "lists", "three"],
 )

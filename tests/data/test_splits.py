@@ -118,7 +118,7 @@ REFUSED = {
     "expected x to be numbers; found an array of type <U1": (np.array(list("abcdef"))[:, None], Y),
     "expected x to be numbers; found an array of type object": (np.array([[None]] * 6), Y),
     r"rows of shape \(0,\) hold no numbers": (X[:, :0], Y),
-    r"item 0: expected a pair \(x, label\), or a dict with labels; found a int": Items([1, 2, 3]),
+    r"item 0: expected a pair \(x, label\), .*or a dict with labels; found a int": Items([1, 2, 3]),
     "item 0 cannot be read: KeyError: 0": Items({"a": (X[0], 0)}),
 }
 

@@ -291,7 +291,7 @@ def test_gradients_that_wait_for_their_norm_wait_in_pinned_memory_like_the_other
         network(), device=SIM, method="streamed", partitions=4, mem_limit="2GB", batch_size=32, epochs=1, quiet=True,
         output_dir=tmp_path / "run", ram_limit="1GB", clip_grad_norm=1.0,
     )  # fmt: skip
-    with closing(trainer.prepare(classes(64), classes(8))) as planner:
+    with closing(trainer.prepare(*trainer.rows(classes(64), classes(8)))) as planner:
         prepared = planner.planned()
     homes = [block.gradient_home for block in prepared.chain]
     assert set(homes) <= prepared.hosted().keys()

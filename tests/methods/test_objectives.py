@@ -298,7 +298,8 @@ def test_partitions_have_prototype_scales_of_their_own(tmp_path):
     options = {"mem_limit": "2GB", "method": "sil", "quiet": True, "batch_size": 20}
 
     def losses(first, second, **more):
-        made = Trainer(blocks, partitions=4, prototype_scale=[first, second], **options, **more).prepare(rows, rows).planned()
+        trainer = Trainer(blocks, partitions=4, prototype_scale=[first, second], **options, **more)
+        made = trainer.prepare(*trainer.rows(rows, rows)).planned()
         output = torch.randn(20, 12, generator=torch.Generator().manual_seed(1))
         return [float(made.loss(p)(output, rows[1][:20])) for p in range(3)]
 

@@ -416,5 +416,6 @@ def test_blocks_of_bfloat16_are_run_with_the_rows_of_the_last_batch_too():
 
     x = torch.randn(8, 4), torch.arange(8) % 4
     for layer, expected in ((Short(), {49, 8}), (nn.Linear(4, 4), set())):
-        with closing(Trainer([layer], mem_limit="3GB", method="full", batch_size=4).prepare(x, x, dry=True)) as prepared:
+        trainer = Trainer([layer], mem_limit="3GB", method="full", batch_size=4)
+        with closing(trainer.prepare(*trainer.rows(x, x), dry=True)) as prepared:
             assert prepared.trials.last_rows([64], [64, 49, 200]) == expected

@@ -88,7 +88,7 @@ def test_the_same_request_gives_the_same_plan_whatever_was_asked_in_between(know
     rows = torch.randn(24, 8), torch.arange(24) % 4
     blocks = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)]
     trainer = Trainer(blocks, mem_limit="2GB", method="auto", partitions=2, batch_size=8, output_dir=tmp_path, quiet=True)
-    with closing(trainer.prepare(rows, rows)) as planner:
+    with closing(trainer.prepare(*trainer.rows(rows, rows))) as planner:
         first = planner.planned()
         other = planner.prepare(replace(first.request, micro_batch=2, may_keep_heap=False))
         with pytest.raises(DoesNotFit):

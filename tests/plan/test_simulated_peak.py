@@ -93,7 +93,9 @@ class Fit:
         options = {"mem_limit": "2GB", "method": "sil", "save_every": "never", **options}
         trainer = Trainer(model(), output_dir=folder / "run", **options)
         train, test = data(model, ROWS, 0), data(model, TEST_ROWS, 1)
-        with closing(trainer.prepare(train, test)) as self.planner:  # gives the model's tensors back, which `fit` takes
+        with closing(
+            trainer.prepare(*trainer.rows(train, test))
+        ) as self.planner:  # gives the model's tensors back, which `fit` takes
             self.prepared = self.planner.planned()
         self.steps = watched(patch, lambda reporter: trainer.fit(train, test, reporter=reporter))
 

@@ -60,7 +60,7 @@ def test_what_an_lstm_reserves_and_does_not_touch_is_known_and_where_it_is_tight
     seen = {}
     for limit in ("4GB", read_process().held + (64 << 20)):
         trainer = Trainer(kinds.lstm(), None, "sgd", mem_limit=limit, method="streamed", batch_size=64, quiet=True)
-        with closing(trainer.prepare(rows, rows)) as planner:
+        with closing(trainer.prepare(*trainer.rows(rows, rows))) as planner:
             plan = planner.planned().plan
             assert not planner.trials.untold, planner.trials.untold
             seen[limit] = plan.untouched(planner.costs_at(plan.micro_batch), 64)
@@ -71,7 +71,7 @@ def test_all_that_an_lstm_saves_is_counted_where_its_graph_is_offloaded():
     """What had no room in the ranges of a file stayed on the device: 64 workspaces of 300 KB, in no prediction."""
     rows = torch.randn(64, 768), torch.arange(64) % 10
     trainer = Trainer(kinds.lstm(), None, "sgd", mem_limit="4GB", method="streamed", batch_size=64, quiet=True)
-    with closing(trainer.prepare(rows, rows)) as planner:
+    with closing(trainer.prepare(*trainer.rows(rows, rows))) as planner:
         rows_at_once = planner.planned().plan.micro_batch
         counted = planner.costs_at(rows_at_once)[0].saved_sizes
     block, saved = kinds.lstm()[0](), {}
@@ -92,7 +92,7 @@ def test_what_a_block_takes_while_it_is_tried_is_part_of_the_predicted_peak(monk
     monkeypatch.setattr(Device, "keeps_heap", False)
     rows = torch.randn(64, 64), torch.arange(64) % 10
     trainer = Trainer(mlp(64, 10, width=2048, depth=1), None, "sgd", mem_limit="4GB", method="full", batch_size=64, quiet=True)
-    with closing(trainer.prepare(rows, rows)) as planner:
+    with closing(trainer.prepare(*trainer.rows(rows, rows))) as planner:
         plan, tried = planner.planned().plan, planner.trials.beyond
     assert tried > 3 * 4 * 2048**2, "weights, gradients, and those that are added"
     assert plan.peak >= plan.runtime + tried

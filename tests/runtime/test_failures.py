@@ -364,9 +364,8 @@ def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp
     """After a failed allocation --ram-limit was compared with what the run's own host pool had left free, and refused."""
     free = iter([1 << 30])
     monkeypatch.setattr("seqpart.plan.inputs.host_memory_free", lambda: next(free, 0))
-    planner = Trainer([nn.Linear(4, 3)], mem_limit="2GB", method="sil", ram_limit="64MB", output_dir=tmp_path).prepare(
-        classified(48, (4,)), classified(12, (4,))
-    )
+    trainer = Trainer([nn.Linear(4, 3)], mem_limit="2GB", method="sil", ram_limit="64MB", output_dir=tmp_path)
+    planner = trainer.prepare(*trainer.rows(classified(48, (4,)), classified(12, (4,))))
     first = planner.planned()
     again = planner.prepare(replace(first.request, micro_batch=8, starts=first.plan.starts))
     assert again.host_pool_bytes == first.host_pool_bytes > 0

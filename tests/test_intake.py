@@ -1,0 +1,101 @@
+"""Data of every kind comes in by one way: `fit`, `plan`, `evaluate`, sessions and `verify` take the same."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from seqpart import Trainer
+from seqpart.verify import verify
+
+ROWS, BATCH = 48, 16
+X, OTHER, Y = (
+    torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0)),
+    torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1)),
+    torch.arange(ROWS) % 4,
+)
+
+
+class Net(nn.Module):
+    """Takes one input, or two whose sum it takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 24), nn.Linear(24, 4)
+
+    def forward(self, x, other=None):
+        return self.last(self.first(x if other is None else x + other).relu())
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(X, Y, strict=True))
+
+
+class Augmented(TensorDataset):
+    """Items that differ each time they are read."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + torch.randn(6) / 100, y
+
+
+KINDS = {
+    "a pair": lambda: (X, Y),
+    "arrays": lambda: (X.numpy(), Y.numpy()),
+    "a dict": lambda: {"x": X, "labels": Y},
+    "two inputs and labels": lambda: (X, OTHER, Y),
+    "two inputs in a tuple": lambda: ((X, OTHER), Y),
+    "a data set": lambda: TensorDataset(X, Y),
+    "a data set of two inputs": lambda: TensorDataset(X, OTHER, Y),
+    "items": lambda: [(X[i], int(Y[i])) for i in range(ROWS)],
+    "a loader": lambda: DataLoader(TensorDataset(X, Y), batch_size=BATCH),
+    "a loader of two inputs": lambda: DataLoader(TensorDataset(X, OTHER, Y), batch_size=BATCH),
+    "a stream": Stream,
+    "augmented items": lambda: Augmented(X, Y),
+}
+
+
+def trainer(tmp_path):
+    torch.manual_seed(0)
+    given = {"mem_limit": "3GB", "method": "streamed", "batch_size": BATCH, "partitions": 2, "quiet": True}
+    return Trainer(Net(), optimizer="sgd", lr=0.1, offload_dir=tmp_path, **given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_data_is_planned_trained_evaluated_and_stepped_on(kind, tmp_path):
+    data = KINDS[kind]
+    asked = trainer(tmp_path)
+    assert len(asked.plan(data()).partitions) == 2
+    result = asked.fit(data(), data())
+    assert asked.evaluate(data()).loss == pytest.approx(float(result.test_loss), rel=0.01)  # where items differ each time
+    with trainer(tmp_path).session(data()) as session:
+        batch = data()[:BATCH] if kind == "items" else next(iter(data())) if kind.startswith("a loader") else None
+        if batch is not None:
+            assert session.step(batch) > 0
+        assert session.evaluate(data()).loss > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_data_is_verified(kind, tmp_path):
+    torch.manual_seed(0)
+    found = verify(
+        Net(), KINDS[kind](), mem_limit="3GB", partitions=2, batch_size=BATCH, steps=2, offload_dir=tmp_path, optimizer="sgd",
+        lr=0.1,
+    )  # fmt: skip
+    assert found.steps == 2
+
+
+def test_several_inputs_with_their_labels_train_like_a_pair_of_them(tmp_path):
+    """All rows as (a, b, y) were read as a data set of three items."""
+    weights = [trainer(tmp_path).fit(data).state_dict() for data in ((X, OTHER, Y), ((X, OTHER), Y), [X, OTHER, Y])]
+    assert all(torch.equal(weights[0][name], other[name]) for other in weights[1:] for name in other)
+
+
+@pytest.mark.parametrize("data", [DataLoader(TensorDataset(X, Y), batch_size=ROWS), TensorDataset(X, Y), Stream()])
+def test_the_example_of_a_session_is_a_whole_batch_where_rows_are_read_in_pieces(data, tmp_path, monkeypatch):
+    """The first 64 rows were taken for the first batch, and an example of 128 refused as too small."""
+    monkeypatch.setattr("seqpart.data.source.PIECE_ROWS", 8)
+    with trainer(tmp_path).session(data) as session:
+        assert session.step((X[:BATCH], Y[:BATCH])) > 0
