@@ -11,6 +11,7 @@ from torch import nn
 
 from seqpart.capture.cutting import Cutter, blocks_of
 from seqpart.capture.inputs import Form, described, refuse_misfit, unpacked
+from seqpart.capture.outputs import OtherRows, Outputs
 from seqpart.capture.own_loss import LABELS, Labels, OwnLoss, following, name_of_labels, refuse_labels_in_layers, split_off
 from seqpart.capture.program import Differs, Program, by_name, generalised, leaves
 from seqpart.capture.recorder import Inside, Recorder, program_of
@@ -32,11 +33,13 @@ off."""
 
 
 def chain_of(
-    model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None
-) -> Chain:
+    model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None,
+    outputs: Outputs | None = None,
+) -> Chain:  # fmt: skip
     """Returns a list of blocks or an nn.Sequential as a chain (see as_chain); traces any other module, and one with tiles.
 
     shape, dtype: of one row. form: how several inputs are packed in it. autocast: the type of the run's autocast.
+    outputs: joins several outputs of a traced model, for a loss that takes them all.
     """
     if torch.is_anomaly_enabled():
         raise ModelError(
@@ -49,7 +52,7 @@ def chain_of(
             f"a list of blocks takes one tensor, and a row has a {'tuple' if form[0].name is None else 'dict'} of "
             f"{described(form)}. Give the tensor itself, (x, y), or an nn.Module that takes them."
         )
-    return trace(model, shape, dtype, form, autocast) if whole else as_chain(model)  # type: ignore[arg-type]
+    return trace(model, shape, dtype, form, autocast, outputs) if whole else as_chain(model)  # type: ignore[arg-type]
 
 
 def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
@@ -74,26 +77,27 @@ def chain_and_loss(
         raise ModelError('loss="model": a list of blocks computes no loss. Give an nn.Module that does, or a function.')
     inputs = {one.name for one in form} | {getattr(model, "main_input_name", None)}
     given = Labels(name_of_labels(model, inputs), tuple(labels.shape[1:]), label_dtype(labels))
-    chain, program = _traced(model, shape, dtype, form, given, autocast)
+    chain, program = _traced(model, shape, dtype, form, given, autocast, None)
     assert program.loss is not None
     return chain, OwnLoss(program.loss, program.output, model)
 
 
 def trace(
-    model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None
-) -> Chain:
+    model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None,
+    outputs: Outputs | None = None,
+) -> Chain:  # fmt: skip
     """Returns the model as a chain of blocks that train and evaluate as it does. shape, dtype: of one row of its input.
 
     autocast: the type of the run's autocast, under which a model may differ: a peft adapter casts its sum to its base's type.
 
     Raises ModelError if it cannot be cut, with the module and the line that prevent it.
     """
-    return _traced(model, shape, dtype, form, None, autocast)[0]
+    return _traced(model, shape, dtype, form, None, autocast, outputs)[0]
 
 
 def _traced(
     model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: Labels | None,
-    autocast: torch.dtype | None,
+    autocast: torch.dtype | None, outputs: Outputs | None,
 ) -> tuple[Chain, Program]:  # fmt: skip
     """Returns the model as a chain, and its program in training mode."""
     refuse_without_values({type(model).__name__: model})
@@ -102,8 +106,12 @@ def _traced(
     while True:
         try:
             blocks = blocks_of(model, whole)
-            programs = [_in_mode(model, blocks, shape, dtype, training, form, labels, autocast) for training in (True, False)]
+            programs = [
+                _in_mode(model, blocks, shape, dtype, training, form, labels, autocast, outputs) for training in (True, False)
+            ]
             return Cutter(model).chain(*programs), programs[0]
+        except OtherRows:
+            continue
         except Inside as error:
             # The module cannot be cut inside: it may work as one block.
             if error.module is model or error.module in whole:
@@ -118,10 +126,11 @@ def _traced(
 
 def _in_mode(
     model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
-    labels: Labels | None, autocast: torch.dtype | None,
+    labels: Labels | None, autocast: torch.dtype | None, outputs: Outputs | None,
 ) -> Program:  # fmt: skip
     one, other = (
-        _recorded(model, blocks, (rows, *shape), dtype, training, form, labels, autocast) for rows in (_ROWS, _OTHER_ROWS)
+        _recorded(model, blocks, (rows, *shape), dtype, training, form, labels, autocast, outputs)
+        for rows in (_ROWS, _OTHER_ROWS)
     )
     try:
         return generalised(one, other, _ROWS, _OTHER_ROWS)
@@ -144,7 +153,7 @@ def _without_draws(model: nn.Module) -> str:
 
 def _recorded(
     model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
-    labels: Labels | None, autocast: torch.dtype | None,
+    labels: Labels | None, autocast: torch.dtype | None, outputs: Outputs | None,
 ) -> Program:  # fmt: skip
     mode = FakeMode()
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -176,8 +185,11 @@ def _recorded(
         recorder, found = ran()
         recorder.refuse_replaced_buffers(buffers)
         refuse_memory(before, outside, lambda: ran(again=True), recorder.remembers)
+        join = outputs.prepare(found, shape[0], training=training) if outputs is not None else None
+        if join is not None:
+            found = _recorded_by(recorder, join)
         if labels is None:
-            return program_of(recorder, recorder.known(judged_output(model, found)))
+            return program_of(recorder, recorder.known(judged_output(model, found, outputs.why_not if outputs else "")))
         judged, loss = split_off(recorder, model, found)
         program = program_of(recorder, judged, following(recorder.ops))
         refuse_labels_in_layers(model, program.ops)
@@ -208,8 +220,8 @@ def run_on_rows(
     return model(**{name: rows}, **labels) if isinstance(name, str) else model(rows, **labels)
 
 
-def judged_output(model: nn.Module, found: Any) -> torch.Tensor:
-    """Returns the output tensor that the loss takes, from whatever the model returned."""
+def judged_output(model: nn.Module, found: Any, why_not: str = "") -> torch.Tensor:
+    """Returns the output tensor that the loss takes, from whatever the model returned. why_not: why it does not take all."""
     if isinstance(found, torch.Tensor):
         return found
     named = by_name(found)
@@ -222,7 +234,7 @@ def judged_output(model: nn.Module, found: Any) -> torch.Tensor:
     said = f"a {type(found).__name__}" + (f" with {', '.join(map(str, named))}" if named else "")
     raise ModelError(
         f"{type(model).__name__} returned {said}, of {len(tensors)} tensors, and it is not known which one the loss takes. "
-        "Wrap it in a module that returns one tensor, or a dict with it as logits."
+        + (f"With all of them it failed: {why_not}" if why_not else "Give a function (what the model returns, labels) -> loss.")
     )
 
 

@@ -206,6 +206,16 @@ class TrueLoss:
             if not held.adds_up(self._function, self._reduction):
                 refuse_parts(self._function, span.update_rows)
 
+    @property
+    def takes_all(self) -> bool:
+        """True if the loss is one of several tensors, joined in one."""
+        return hasattr(self._function, "returned")
+
+    def returned(self, output: torch.Tensor) -> Any:
+        """Returns what the model returned, from the output (rows, ...) of the chain."""
+        own: Any = self._function
+        return own.returned(output) if self.takes_all else output
+
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if (scores := getattr(self._function, "scores", None)) is not None:
             found: tuple[torch.Tensor, torch.Tensor] | None = scores(output, labels)

@@ -1,7 +1,7 @@
 """Metrics as sums over the rows of one pass. They stay on the device, since reading them would make it wait."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -111,17 +111,17 @@ class OwnMetrics:
                 move(device)
             metric.reset()
 
-    def add(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """Adds a micro-batch: outputs (rows, ...) of the network, labels (rows, ...)."""
+    def add(self, outputs: Any, labels: torch.Tensor) -> None:
+        """Adds a micro-batch: what the network returned, labels (rows, ...)."""
         if self._objects:
             for metric in self._objects.values():
                 metric.update(outputs, labels)
             return
-        self._rows += len(outputs)
+        self._rows += len(labels)
         for name, value in _values("", self._function(outputs, labels)).items():
             if isinstance(value, list):
                 raise OptionError(f"compute_metrics: expected {name} to be a number; found {len(value)} of them.")
-            self._sums[name] = self._sums.get(name, 0.0) + value * len(outputs)
+            self._sums[name] = self._sums.get(name, 0.0) + value * len(labels)
 
     def values(self) -> dict[str, MetricValue]:
         """Values of the metrics over the pass, by name."""
@@ -181,9 +181,12 @@ class MetricSinks:
         if (own := self._own(phase)) is not None:
             own.begin(device)
 
-    def judged(self, phase: Phase, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def judged(
+        self, phase: Phase, outputs: torch.Tensor, labels: torch.Tensor, returned: Callable[[torch.Tensor], Any]
+    ) -> None:
+        """Adds a micro-batch to the user's metrics. returned: makes of the outputs what the model returned."""
         if (own := self._own(phase)) is not None:
-            own.add(outputs.detach(), labels)
+            own.add(returned(outputs.detach()), labels)
 
     def found(self, phase: Phase) -> dict[str, MetricValue]:
         return own.values() if (own := self._own(phase)) is not None else {}

@@ -16,7 +16,7 @@ import enum
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
@@ -84,9 +84,9 @@ def judged(loss: LossFunction, reduction: Reduction | None, output: torch.Tensor
     """
     if reduction is None:
         found: Any = loss(output, labels)
-        return LossValue(_one(found[0] if isinstance(found, tuple) else found), len(output))
+        return LossValue(total_of(found), len(labels))
     if reduction.kind is not Kind.COUNTED:
-        return LossValue(_one(loss(output, labels)), len(output), reduction.kind)
+        return LossValue(_one(loss(output, labels)), len(labels), reduction.kind)
     if reduction.counts is None:
         total, count = _pair(loss(output, labels))
         return LossValue(total / (count or 1.0), count, Kind.COUNTED)
@@ -96,7 +96,15 @@ def judged(loss: LossFunction, reduction: Reduction | None, output: torch.Tensor
     return LossValue(_one(loss(output, labels)), count, Kind.COUNTED)
 
 
+def total_of(found: Any) -> torch.Tensor:
+    """Returns the number to be differentiated of what a loss returned: one, (sum, count), or a dict of several."""
+    return _one(found[0] if isinstance(found, tuple) else found)
+
+
 def _one(value: Any) -> torch.Tensor:
+    if isinstance(value, Mapping) and value:
+        first, *others = [_one(part) for part in value.values()]
+        return sum(others, start=first)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(f"it returned {found}; expected one number (reduction='mean' or 'sum'), or (sum, count)")
@@ -270,7 +278,7 @@ class _Trial:
         self, loss: Any, reduction: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor
     ) -> None:
         self._loss, self._said, self._dtype = loss, reduction, dtype
-        self._packed = getattr(loss, "takes_bytes", False)
+        self._packed, self._example = getattr(loss, "takes_bytes", False), getattr(loss, "example", torch.positive)
         self._shape, self._labels, self._rows = shape, labels, (2, 4)
         nbytes = math.prod(shape) * dtype.itemsize
         positions = () if self._packed else labels.shape[1:]
@@ -356,7 +364,7 @@ class _Trial:
             count = _number(self._said.counts(labels))
             if not count:
                 return 0.0, count
-        found = self._loss(output, labels.clone())  # it may write into them
+        found = self._loss(self._example(output), labels.clone())  # it may write into them
         refuse_borrowed(name_of(self._loss), found)
         if isinstance(found, tuple):
             total, count = _pair(found)
@@ -425,7 +433,8 @@ class Held:
         """
         if len(self._parts) < 2 or (isinstance(loss, nn.Module) and any(True for _ in loss.buffers())):
             return True
-        whole = torch.cat([output for output, _ in self._parts]), torch.cat([labels for _, labels in self._parts])
+        averaged = getattr(loss, "averaged", torch.positive)
+        whole = averaged(torch.cat([output for output, _ in self._parts])), torch.cat([labels for _, labels in self._parts])
         devices = [whole[0].device] if whole[0].is_cuda else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices), generators_left_alone(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.capture.capture import chain_and_loss, chain_of
+from seqpart.capture.outputs import Outputs
 from seqpart.data.classes import are_mixed, count_classes
 from seqpart.data.labels import loss_for
 from seqpart.data.reading import Reading
@@ -73,7 +74,15 @@ class Inputs:
             if final_loss == "model":
                 self.chain, final_loss = chain_and_loss(model, *row, train.one_label(), cast)
             else:
-                self.chain = chain_of(model, *row, cast)
+                outputs = (
+                    None
+                    if final_loss is None
+                    else Outputs(
+                        final_loss, train.labels.shape[1:], train.label_type, train.label_form, partial(Device().autocast, cast)
+                    )
+                )
+                self.chain = chain_of(model, *row, cast, outputs)
+                final_loss = final_loss if outputs is None else outputs.loss
             self._starts = starts_of(model, len(self.chain))
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
             self._begin(final_loss, trains, whole)

@@ -299,7 +299,8 @@ class Compute:
         verdict = found if isinstance(found, LossValue) else LossValue(found, len(output))
         with torch.no_grad():
             self.metrics.add(verdict.total, len(output), judge.scores(output.detach(), labels), weight=verdict.weight)
-            self.hooks.sinks.judged(self.phases[step.phase], output, labels)
+            returned = judge.returned if isinstance(judge, TrueLoss) else torch.positive
+            self.hooks.sinks.judged(self.phases[step.phase], output, labels, returned)
         self.judged += 1
         return verdict
 

@@ -23,7 +23,7 @@ from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DataError, DoesNotFit, ModelError, OutOfMemory, VerifyMismatch
 from seqpart.intake import tested_on_first
 from seqpart.methods import methods_named
-from seqpart.methods.method import PartitionLoss
+from seqpart.methods.method import PartitionLoss, TrueLoss
 from seqpart.model.blocks import Block
 from seqpart.model.reductions import LossValue
 from seqpart.model.scheduler import note_rates, tune
@@ -324,17 +324,19 @@ def _updates(session: Run, phase: Phase) -> Iterator[Iterator[Batch]]:
 def _back_propagate(session: Run, plain: nn.Module, judge: PartitionLoss, batches: Iterator[Batch]) -> float:
     """Computes the gradients of one update. Returns the factor that they are still to be multiplied by."""
     device, form, counted, rows = session.device, session.planner.train.form, 0.0, 1
+    takes_all = isinstance(judge, TrueLoss) and judge.takes_all
     becomes = session.prepared.input_layout.becomes or session.prepared.input_layout.dtype
     for batch in batches:
         x = device.own(batch.x).to(becomes)
         labels = device.upload(batch.labels.clone()).to(session.homes.boundaries.label_types["train"])
         before = torch.get_rng_state()
         with device.autocast(session.settings.autocast):
-            output = judged_output(plain, run_on_rows(plain, x, form))
+            output = run_on_rows(plain, x, form)
+            output = output if takes_all else judged_output(plain, output)
             found: Any = judge(output, labels)
         if not torch.equal(torch.get_rng_state(), before):
             raise Unlike("the model draws random numbers (Dropout), of which a plain loop has others")
-        verdict = found if isinstance(found, LossValue) else LossValue(found, len(output))
+        verdict = found if isinstance(found, LossValue) else LossValue(found, len(labels))
         part, count = share_of_update(verdict, batch.span)
         counted, rows = counted + count, batch.span.update_rows
         if verdict.loss.requires_grad:

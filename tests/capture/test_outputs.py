@@ -1,0 +1,239 @@
+"""A loss gets what the model returns, of any form, and trains to the bits of a plain loop."""
+
+import copy
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.errors import ModelError, OptionError
+from seqpart.verify import verify
+
+ROWS, BATCH = 48, 16
+X, Y = torch.randn(ROWS, 12, generator=torch.Generator().manual_seed(0)), torch.arange(ROWS) % 5
+Heads = namedtuple("Heads", ["scores", "value"])
+
+
+@dataclass
+class Output:
+    scores: torch.Tensor
+    hidden: torch.Tensor
+    count: int = 3
+
+
+class Net(nn.Module):
+    """Two heads; `form` makes what is returned of a batch's hidden rows, scores and values."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+        self.body, self.norm = nn.Linear(12, 16), nn.LayerNorm(16)
+        self.scores, self.value = nn.Linear(16, 5), nn.Linear(16, 1)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        hidden = self.norm(self.body(x)).relu()
+        return self.form(self, hidden, self.scores(hidden), self.value(hidden))
+
+
+def plain(model, loss, data, *, epochs=2):
+    """Trains in a plain loop."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    x, y = data
+    for _ in range(epochs):
+        for at in range(0, ROWS, BATCH):
+            optimizer.zero_grad()
+            labels = {name: part[at : at + BATCH] for name, part in y.items()} if isinstance(y, dict) else y[at : at + BATCH]
+            found = loss(model(x[at : at + BATCH]), labels)
+            (sum(found.values()) if isinstance(found, dict) else found).backward()
+            optimizer.step()
+    return model
+
+
+def trained(model, loss, data, folder, **options):
+    given = {"mem_limit": "3GB", "method": "streamed", "partitions": 2, "epochs": 2, "batch_size": BATCH, "shuffle": False}
+    optimizer = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.1}
+    return Trainer(model, loss, quiet=True, offload_dir=folder, **given | optimizer | options).fit(data, data)
+
+
+def two(out, y):
+    return F.cross_entropy(out[0], y) + out[1].square().mean()
+
+
+CASES = {
+    "a tuple": (lambda net, h, s, v: (s, v), two),
+    "a list": (lambda net, h, s, v: [s, v], two),
+    "a named tuple": (lambda net, h, s, v: Heads(s, v), lambda out, y: two((out.scores, out.value), y)),
+    "a dataclass": (
+        lambda net, h, s, v: Output(s, h),
+        lambda out, y: F.cross_entropy(out.scores, y) + out.count * out.hidden.abs().mean(),
+    ),
+    "a nested dict": (
+        lambda net, h, s, v: {"heads": [s, {"value": v}], "note": None},
+        lambda out, y: two((out["heads"][0], out["heads"][1]["value"]), y),
+    ),
+    "logits beside others": (
+        lambda net, h, s, v: {"logits": s, "value": v},
+        lambda out, y: two((out["logits"], out["value"]), y),
+    ),
+    "a dict of losses": (
+        lambda net, h, s, v: (s, v),
+        lambda out, y: {"classes": F.cross_entropy(out[0], y), "size": out[1].square().mean()},
+    ),
+    "a head that the loss leaves out": (lambda net, h, s, v: (s, v), lambda out, y: F.cross_entropy(out[0], y)),
+    "parts of one tensor": (
+        lambda net, h, s, v: h.chunk(2, 1),
+        lambda out, y: (out[0] - out[1].exp()).square().mean() + F.cross_entropy(out[0], y),
+    ),
+    "a number of the batch": (
+        lambda net, h, s, v: (s, h.square().mean()),
+        lambda out, y: F.cross_entropy(out[0], y) + 0.1 * out[1],
+    ),
+    "a parameter": (
+        lambda net, h, s, v: (s, net.scale),
+        lambda out, y: F.cross_entropy(out[0] * out[1].exp(), y),
+    ),
+    "whole numbers and bools": (
+        lambda net, h, s, v: (s, s.argmax(1), h > 0, s.argsort(1).to(torch.int16)),
+        lambda out, y: F.cross_entropy(out[0], y) + (out[0] * (out[1] == y)[:, None]).mean() + (out[0] * out[3]).mean(),
+    ),
+    "several types": (
+        lambda net, h, s, v: (s, v.double(), v.bfloat16()),
+        lambda out, y: F.cross_entropy(out[0], y) + out[1].square().mean().float() + out[2].square().mean(),
+    ),
+    "complex numbers": (
+        lambda net, h, s, v: (s, torch.complex(v, v * 2)),
+        lambda out, y: F.cross_entropy(out[0], y) + out[1].abs().mean(),
+    ),
+    "rows in several pieces": (
+        lambda net, h, s, v: (s, h.view(-1, 4)),
+        lambda out, y: F.cross_entropy(out[0], y) + out[1].softmax(1).square().sum(1).mean(),
+    ),
+    "one tensor in a tuple": (lambda net, h, s, v: (s,), lambda out, y: F.cross_entropy(out[0], y)),
+    "the same tensor twice": (lambda net, h, s, v: (s, s), lambda out, y: F.cross_entropy(out[0] + out[1], y)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_loss_of_what_the_model_returns_has_the_bits_of_a_plain_loop(case, tmp_path):
+    form, loss = CASES[case]
+    torch.manual_seed(0)
+    model = Net(form)
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    result = trained(model, loss, (X, Y), tmp_path)
+    assert {name: torch.equal(one, expected.get_parameter(name)) for name, one in model.named_parameters()} == dict.fromkeys(
+        dict(expected.named_parameters()), True
+    )
+    found = loss(expected.eval()(X), Y)
+    found = sum(found.values()) if isinstance(found, dict) else found
+    assert float(result.test_loss) == pytest.approx(found.item(), rel=1e-4)
+
+
+def test_labels_of_several_parts_meet_several_outputs(tmp_path):
+    labels = {"classes": Y, "size": X[:, :1]}
+
+    def loss(out, y):
+        return F.cross_entropy(out[0], y["classes"]) + F.mse_loss(out[1], y["size"])
+
+    torch.manual_seed(0)
+    model = Net(lambda net, h, s, v: (s, v))
+    expected = plain(copy.deepcopy(model), loss, (X, labels))
+    trained(model, loss, (X, labels), tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_micro_batches_add_up_also_with_a_number_of_the_whole_batch(tmp_path):
+    form, loss = CASES["a number of the batch"]
+    torch.manual_seed(0)
+    model = Net(form)
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    trained(model, loss, (X, Y), tmp_path, micro_batch_size=4)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+class Auxiliary(Net):
+    """Returns both heads in training and the scores alone in evaluation, as GoogLeNet does."""
+
+    def forward(self, x):
+        found = super().forward(x)
+        return found if self.training else found[0]
+
+
+def test_a_model_may_return_something_else_in_evaluation(tmp_path):
+    def loss(out, y):
+        return two(out, y) if isinstance(out, tuple) else F.cross_entropy(out, y)
+
+    torch.manual_seed(0)
+    model = Auxiliary(lambda net, h, s, v: (s, v))
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    result = trained(model, loss, (X, Y), tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+    scores = expected.eval()(X)
+    assert float(result.test_loss) == pytest.approx(F.cross_entropy(scores, Y).item(), rel=1e-4)
+    assert float(result.accuracy) == pytest.approx(float((scores.argmax(1) == Y).float().mean()), abs=1e-6)
+
+
+def test_a_loss_that_takes_training_outputs_alone_is_refused_in_words(tmp_path):
+    def loss(out, y):
+        return F.cross_entropy(out["scores"], y)
+
+    class Dict(Net):
+        def forward(self, x):
+            found = super().forward(x)
+            return found if self.training else (found["scores"], 1)
+
+    with pytest.raises(ModelError, match=r"fails on what it returns in evaluation, a tuple: .*Let it take both"):
+        trained(Dict(lambda net, h, s, v: {"scores": s, "value": v}), loss, (X, Y), tmp_path)
+
+
+def test_metrics_get_what_the_model_returns(tmp_path):
+    model = Net(lambda net, h, s, v: {"heads": (s, v)})
+    trainer = Trainer(
+        model, lambda out, y: two(out["heads"], y), mem_limit="3GB", method="streamed", partitions=2, batch_size=BATCH,
+        quiet=True, offload_dir=tmp_path, epochs=1,
+    )  # fmt: skip
+    result = trainer.fit((X, Y), (X, Y), compute_metrics=lambda out, y: {"size": float(out["heads"][1].abs().mean())})
+    assert result.metrics["size"] == pytest.approx(model.eval()(X)["heads"][1].abs().mean().item(), rel=1e-4)
+
+
+def test_a_loss_of_one_tensor_gets_the_logits_as_before(tmp_path):
+    model = Net(lambda net, h, s, v: {"logits": s, "value": v})
+    assert float(trained(model, F.cross_entropy, (X, Y), tmp_path).accuracy) > 0
+
+
+def test_a_loss_that_fails_either_way_is_quoted(tmp_path):
+    with pytest.raises(ModelError, match=r"of 2 tensors, .*With all of them it failed: KeyError: 'scores'"):
+        trained(Net(lambda net, h, s, v: {"a": s, "b": v}), lambda out, y: out["scores"].mean(), (X, Y), tmp_path)
+
+
+def test_outputs_that_compare_rows_are_refused_in_words(tmp_path):
+    with pytest.raises(ModelError, match=r"tensor 1 of what the model returns has shape \(6, 6\) for 6 rows"):
+        trained(Net(lambda net, h, s, v: (s, h @ h.T)), lambda out, y: out[1].mean(), (X, Y), tmp_path)
+
+
+def test_a_loss_that_compares_rows_needs_whole_batches(tmp_path):
+    def info_nce(out, y):
+        one, other = F.normalize(out[0], dim=1), F.normalize(out[1], dim=1)
+        return F.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+    torch.manual_seed(0)
+    model = Net(lambda net, h, s, v: h.chunk(2, 1))
+    with pytest.raises(OptionError, match=f"--micro-batch-size {BATCH}|micro_batch_size={BATCH}"):
+        trained(copy.deepcopy(model), info_nce, (X, Y), tmp_path, micro_batch_size=8)
+    expected = plain(copy.deepcopy(model), info_nce, (X, Y))
+    trained(model, info_nce, (X, Y), tmp_path, micro_batch_size=BATCH)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["a tuple", "a nested dict", "a head that the loss leaves out", "parts of one tensor"])
+def test_several_outputs_are_verified(case, tmp_path):
+    form, loss = CASES[case]
+    torch.manual_seed(0)
+    agreement = verify(Net(form), (X, Y), loss, mem_limit="3GB", partitions=2, batch_size=BATCH, steps=2, offload_dir=tmp_path)
+    assert agreement.unlike == ""
