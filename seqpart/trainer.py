@@ -65,9 +65,10 @@ class Trainer:
     model: any nn.Module, which is cut at its layers; an nn.Sequential or a list of modules, whose entries are the blocks; or a
         list of factories that each return a module (then the model never exists whole). Modules passed built are emptied into
         a file during the run, and get their trained weights at the end; a run that ends early leaves them as they were.
-    loss: (output, labels) -> loss, for the end of the network, or the name of one: "cross-entropy", the default for classes
-        (for each position where rows have several labels; labels of -100 do not count), "mse", the default for float labels of
-        any shape, "bce" for yes-or-no labels, as many as outputs (binary cross-entropy of scores before their sigmoid), or
+    loss: (what the model returns, labels) -> loss, or a dict of losses to be summed, or the name of one: "cross-entropy", the
+        default for classes (for each position where rows have several labels; labels of -100 do not count), "mse", the default
+        for float labels of any shape, "bce" for yes-or-no labels, as many as outputs (binary cross-entropy of scores before
+        their sigmoid), or
         "psl", `seqpart.model.losses.partially_separable`. A function gets labels as they were given, a dict or a tuple where a
         row has several. An update is that of the whole batch, whatever micro-batches it
         is divided into; so what a function divides by must be known. It may be

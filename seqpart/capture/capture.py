@@ -1,7 +1,7 @@
 """Turns any nn.Module into a chain of blocks (DESIGN: models come in as they are)."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeGuard
@@ -12,7 +12,16 @@ from torch import nn
 from seqpart.capture.cutting import Cutter, blocks_of
 from seqpart.capture.inputs import Form, described, refuse_misfit, unpacked
 from seqpart.capture.outputs import OtherRows, Outputs
-from seqpart.capture.own_loss import LABELS, Labels, OwnLoss, following, name_of_labels, refuse_labels_in_layers, split_off
+from seqpart.capture.own_loss import (
+    LABELS,
+    Labels,
+    OwnLoss,
+    following,
+    frontier,
+    name_of_labels,
+    refuse_labels_in_layers,
+    split_off,
+)
 from seqpart.capture.program import Differs, Program, by_name, generalised, leaves
 from seqpart.capture.recorder import Inside, Recorder, program_of
 from seqpart.capture.unrecorded import extremes, refuse_memory
@@ -77,9 +86,10 @@ def chain_and_loss(
         raise ModelError('loss="model": a list of blocks computes no loss. Give an nn.Module that does, or a function.')
     inputs = {one.name for one in form} | {getattr(model, "main_input_name", None)}
     given = Labels(name_of_labels(model, inputs), tuple(labels.shape[1:]), label_dtype(labels))
-    chain, program = _traced(model, shape, dtype, form, given, autocast, None)
+    outputs = Outputs(None, given.shape, given.dtype, (), nullcontext)
+    chain, program = _traced(model, shape, dtype, form, given, autocast, outputs)
     assert program.loss is not None
-    return chain, OwnLoss(program.loss, program.output, model)
+    return chain, OwnLoss(program.loss, model, outputs)
 
 
 def trace(
@@ -185,13 +195,20 @@ def _recorded(
         recorder, found = ran()
         recorder.refuse_replaced_buffers(buffers)
         refuse_memory(before, outside, lambda: ran(again=True), recorder.remembers)
-        join = outputs.prepare(found, shape[0], training=training) if outputs is not None else None
+        taken = found if labels is None else frontier(recorder, model, found)
+        loss = None if labels is None else split_off(recorder, model, found, taken)
+        if taken is None and outputs is not None and outputs.joined is not None:
+            raise ModelError(
+                f'loss="model": the loss of {type(model).__name__} takes more in training than in evaluation. Let it take the '
+                "same, or give a function (what the model returns, labels) -> loss."
+            )
+        join = outputs.prepare(taken, shape[0], training=training) if outputs is not None and taken is not None else None
         if join is not None:
             found = _recorded_by(recorder, join)
         if labels is None:
             return program_of(recorder, recorder.known(judged_output(model, found, outputs.why_not if outputs else "")))
-        judged, loss = split_off(recorder, model, found)
-        program = program_of(recorder, judged, following(recorder.ops))
+        assert loss is not None
+        program = program_of(recorder, recorder.known(found) if join else loss.takes[0], following(recorder.ops))
         refuse_labels_in_layers(model, program.ops)
         return replace(program, loss=loss)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._pytree import tree_leaves
 
 from seqpart.capture.inputs import Form
 from seqpart.capture.program import Ref, by_name, fields_of, holds_fields, with_fields
@@ -39,9 +40,13 @@ class Part:
     """Where it is not contiguous."""
     used: bool = True
     """True if the loss has a gradient for it."""
+    left_out: bool = False
+    """True if it compares rows with each other, and the loss does not use it."""
 
     def taken_from(self, columns: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the tensor from its columns (rows, width). dtype: of the tensor that they were joined in."""
+        if self.left_out:
+            return columns
         rows, own = columns if self.times else columns[:1], self.dtype
         if not own.is_floating_point and not own.is_complex:
             rows = rows.to(dtype).contiguous().view(_carried(own, dtype)).to(own)
@@ -77,8 +82,10 @@ class Returned:
 
     def joined(self, tensors: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
         """Returns (rows, width). Only torch functions, which are recorded as a part of the model's program."""
-        columns = []
+        columns, parts = [], [part for part in self.parts if not part.left_out]
         for part, tensor in zip(self.parts, tensors, strict=True):
+            if part.left_out:
+                continue
             if tensor.is_complex():
                 tensor = torch.view_as_real(tensor)
             flat = tensor.reshape(rows, -1) if part.times else tensor.reshape(1, -1).expand(rows, -1)
@@ -87,13 +94,35 @@ class Returned:
             columns.append(flat.to(self.dtype))
         if self.extra:
             columns.append(torch.zeros(rows, self.extra, dtype=self.dtype, device=columns[0].device))
-        joined: torch.Tensor = _Join.apply(tuple(part.used for part in self.parts), *columns)
+        joined: torch.Tensor = _Join.apply(tuple(part.used for part in parts), *columns)
         return joined
 
     def taken_from(self, joined: torch.Tensor) -> Any:
         """Returns the structure with its tensors."""
-        found = _Split.apply(joined, self)
+        found = list(_Split.apply(joined, self))
+        for number, part in enumerate(self.parts):
+            if part.left_out:
+                found[number] = LeftOut(number)
         return _changed(self.tree, lambda leaf: found[leaf.number] if isinstance(leaf, Ref) else leaf)
+
+
+class LeftOut:
+    """Stands for a tensor that no gradient was found for, and whose rows depend on each other."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def _refused(self, *_: Any, **__: Any) -> Any:
+        raise ModelError(
+            f"tensor {self._number} of what the model returns compares rows with each other, and is kept only where the loss "
+            "depends on it. Let the loss compute it from tensors whose first dimension is the rows."
+        )
+
+    __getattr__ = __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __neg__ = __len__ = __iter__ = _refused
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        next(arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, cls))._refused()
 
 
 class _Join(torch.autograd.Function):
@@ -126,7 +155,7 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient = torch.zeros(ctx.shape, dtype=ctx.dtype, device=next(grad.device for grad in grads if grad is not None))
         for part, into, grad in zip(ctx.returned.parts, torch.split(gradient, ctx.returned.widths, 1), grads, strict=False):
-            if grad is None or not (part.dtype.is_floating_point or part.dtype.is_complex):
+            if grad is None or part.left_out or not (part.dtype.is_floating_point or part.dtype.is_complex):
                 continue
             grad = torch.view_as_real(grad) if grad.is_complex() else grad
             if part.times:
@@ -143,29 +172,38 @@ class OtherRows(Exception):
 class Outputs:
     """Finds out, while a model is recorded, whether the user's loss takes all that it returns, and joins that then.
 
-    The loss decides: it is tried on what the model returned. One that fails there gets one tensor of it, the logits.
+    The loss decides: it is tried on what the model returned. One that fails there gets one tensor of it, the logits. loss: None
+    if all tensors are taken.
     """
 
     def __init__(
-        self, loss: LossFunction, label_shape: Sequence[int], label_type: torch.dtype, label_form: Form,
+        self, loss: LossFunction | None, label_shape: Sequence[int], label_type: torch.dtype, label_form: Form,
         autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:  # fmt: skip
         self._given, self._labels = loss, (tuple(label_shape), label_type)
-        self._loss: Any = LossOfSeveral(loss, label_form) if label_form else loss
+        self._loss: Any = LossOfSeveral(loss, label_form) if loss and label_form else loss
         self._autocast = autocast
         self._found: dict[bool, Returned] = {}
         """By mode: True for training."""
         self._fixed: set[tuple[bool, int]] = set()
         """(mode, number of a tensor) of those whose first dimension does not follow the rows."""
+        self._compares: set[tuple[bool, int]] = set()
+        """(mode, number of a tensor) of those that compare rows with each other, and are left out."""
         self._rows = 0
         """Of the run that `_found` is of."""
         self.why_not = ""
         """Why the loss does not take all that the model returns."""
 
     @property
+    def joined(self) -> "LossOfOutputs | None":
+        """The loss of joined outputs; None if none were joined."""
+        return LossOfOutputs(self._given, self._found) if self._found else None  # type: ignore[arg-type]
+
+    @property
     def loss(self) -> LossFunction:
         """The loss of the chain's output."""
-        return LossOfOutputs(self._given, self._found) if self._found else self._given
+        assert self._given is not None
+        return self.joined or self._given
 
     def prepare(self, found: Any, rows: int, *, training: bool) -> Callable[[], torch.Tensor] | None:
         """Returns a function that joins what a model returned for so many rows; None if the loss is to get one tensor of it.
@@ -189,6 +227,8 @@ class Outputs:
         """Tells for each tensor whether the loss has a gradient for it; None where the loss does not take them."""
         if not training and True not in self._found:
             return None
+        if self._given is None:
+            return [tensor.requires_grad for tensor in tensors]
         own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         values = iter(own)
         given = _changed(found, lambda leaf: next(values) if isinstance(leaf, torch.Tensor) else leaf)
@@ -230,6 +270,8 @@ class Outputs:
         return replace(described, extra=int(sum(described.widths) == sum(whole.widths)))
 
     def _part(self, tensor: torch.Tensor, rows: int, dtype: torch.dtype, training: bool, number: int) -> Part:
+        if (training, number) in self._compares:
+            return Part((), tensor.dtype, 0, left_out=True)
         of_rows = tensor.ndim and not tensor.shape[0] % rows and tensor.shape[0] and (training, number) not in self._fixed
         shape = tuple(tensor.shape[1:] if of_rows else tensor.shape)
         times = tensor.shape[0] // rows if of_rows else 0
@@ -251,6 +293,10 @@ class Outputs:
             other = self._part(tensor, rows, described.dtype, training, number)
             if other.times != part.times:
                 self._fixed.add((training, number))
+                self._found.clear()
+                raise OtherRows
+            if other.shape != part.shape and not part.used:
+                self._compares.add((training, number))
                 self._found.clear()
                 raise OtherRows
             if other.shape != part.shape:

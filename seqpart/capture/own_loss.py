@@ -3,12 +3,14 @@
     loss, layers = everything from the judged output and the labels on, everything up to the judged output
 
 The judged output is what the model returns as `logits` beside its loss; if it returns only the loss, the output of the last
-layer before it. A loss that needs anything else is refused: that would have to be loaded with the last partition.
+layer before it. A loss that takes more of the layers (the mean and variance of a VAE, the balance of experts) gets all that it
+needs and that does not follow the labels, joined. One that takes a parameter of the model is refused: that would have to be
+loaded with the last partition.
 """
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from seqpart.capture.outputs import Outputs
 from seqpart.capture.program import Op, Own, Program, Ref, by_name, leaves, mapped, needed_for
 from seqpart.capture.recorder import Recorder
 from seqpart.capture.segment import Segment, Steps
@@ -48,11 +51,37 @@ def name_of_labels(model: nn.Module, inputs: Iterable[str | None]) -> str:
     return found[0]
 
 
-def split_off(recorder: Recorder, model: nn.Module, found: Any) -> tuple[int, Program]:
-    """Returns (number of the judged output, the loss as a program of it and the labels), for a run that returned `found`."""
+def frontier(recorder: Recorder, model: nn.Module, found: Any) -> list[torch.Tensor] | None:
+    """Returns what the loss takes beside the labels where that is more than the judged output: the tensors that do not follow
+    the labels, of those that it is computed from. None where the judged output is enough.
+    """
     loss, one = recorder.known(_loss(model, found)), _judged(found)
-    judged = _last_given(recorder, model, loss) if one is None else recorder.known(one)
-    ops, free = needed_for({loss}, recorder.ops, {judged, LABELS})
+    with_labels = following(recorder.ops)
+    judged = recorder.known(one) if one is not None else _last_given(recorder, loss)
+    if judged is not None:
+        ops, free = needed_for({loss}, recorder.ops, {judged, LABELS})
+        if not free and not any(op.is_module and _learns(model, op) for op in ops):
+            return None
+    taken: dict[int, None] = {} if loss in with_labels else {loss: None}
+    for op in needed_for({loss}, recorder.ops)[0]:
+        if op.uses & with_labels:
+            taken |= dict.fromkeys(sorted(op.uses - with_labels))
+    found = [recorder.tensor(number) for number in taken]
+    return found if one is None or any(tensor is one for tensor in found) else [one, *found]
+
+
+def split_off(recorder: Recorder, model: nn.Module, found: Any, taken: Sequence[torch.Tensor] | None) -> Program:
+    """Returns the loss of a run that returned `found`, as a program of the labels and the judged output. taken: what `frontier`
+    found, in its place."""
+    loss, one = recorder.known(_loss(model, found)), _judged(found)
+    judged: tuple[int, ...]
+    if taken is not None:
+        judged = tuple(recorder.known(tensor) for tensor in taken)
+    else:
+        last = recorder.known(one) if one is not None else _last_given(recorder, loss)
+        assert last is not None
+        judged = (last,)
+    ops, free = needed_for({loss}, recorder.ops, {*judged, LABELS})
     with_labels, owned = following(recorder.ops), set().union(*(op.owned for op in ops))
     if any(op.changes_own and (op.uses & with_labels or op.owned & owned) for op in recorder.ops):
         raise ModelError(
@@ -65,7 +94,7 @@ def split_off(recorder: Recorder, model: nn.Module, found: Any) -> tuple[int, Pr
             f'loss="model": the loss of {type(model).__name__} takes more than its output and the labels, in {where}. Let it '
             "take these alone, or give a function (output, labels) -> loss."
         )
-    return judged, Program(ops=ops, output=loss, shapes=recorder.shapes, learns=frozenset(recorder.learns))
+    return Program(ops=ops, output=loss, shapes=recorder.shapes, learns=frozenset(recorder.learns), takes=judged)
 
 
 def following(ops: Iterable[Op]) -> set[int]:
@@ -107,17 +136,12 @@ def _judged(found: Any) -> torch.Tensor | None:
     return named if isinstance(named, torch.Tensor) else others[0] if len(others) == 1 else None
 
 
-def _last_given(recorder: Recorder, model: nn.Module, loss: int) -> int:
-    """Returns the output of the layer that the loss is computed from."""
+def _last_given(recorder: Recorder, loss: int) -> int | None:
+    """Returns the output of the layer that the loss is computed from; None if it is computed from several."""
     layers = {number for op in recorder.ops if op.is_module for number in op.makes} - following(recorder.ops)
     ops, _ = needed_for({loss}, recorder.ops, layers | {LABELS})
     found = {number for op in ops for number in op.uses & layers}
-    if len(found) != 1:
-        raise ModelError(
-            f'loss="model": {type(model).__name__} computes its loss from what {len(found)} layers returned, and one is to be '
-            "judged. Let it return that as logits, in a dict beside the loss."
-        )
-    return found.pop()
+    return found.pop() if len(found) == 1 else None
 
 
 def _learns(model: nn.Module, op: Op) -> bool:
@@ -128,9 +152,11 @@ class OwnLoss:
     """The model's own loss (output, labels) -> scalar. For a cross-entropy, `counts(labels)` is the number of labels in its
     mean."""
 
-    def __init__(self, program: Program, judged: int, model: nn.Module) -> None:
-        """Raises ModelError if the loss uses a parameter of the model."""
-        self._judged, self._follows = judged, program.follows
+    def __init__(self, program: Program, model: nn.Module, outputs: Outputs) -> None:
+        """outputs: the tensors that it takes, where they are several. Raises ModelError if it uses a parameter of the model."""
+        self._takes, self._follows, self._joined = program.takes, program.follows, outputs.joined
+        if self._joined is not None:
+            self.example, self.averaged = self._joined.example, self._joined.averaged
         self._modules = {
             str(op.function): copy.deepcopy(model.get_submodule(str(op.function))) for op in program.ops if op.is_module
         }
@@ -154,11 +180,11 @@ class OwnLoss:
             from_labels, free = needed_for({labels}, ops, {LABELS})
             if not free:
                 self._targets = self._part(from_labels, [labels], from_labels=True)
-                self._scores = self._part(needed_for({scores}, ops, {judged, LABELS})[0], [scores])
+                self._scores = self._part(needed_for({scores}, ops, {*program.takes, LABELS})[0], [scores])
                 self.counts = self._counted
 
     def _part(self, ops: tuple[Op, ...], gives: list[int], *, from_labels: bool = False) -> Segment:
-        takes = (LABELS,) if from_labels else (self._judged, LABELS)
+        takes = (LABELS,) if from_labels else (*self._takes, LABELS)
         steps = Steps(ops, takes, tuple(gives), 0 if takes[0] in self._follows else len(takes) - 1)
         paths = {str(op.function): self._modules[str(op.function)] for op in ops if op.is_module}
         return Segment(paths, {}, steps, steps, "the model's own loss")
@@ -166,8 +192,12 @@ class OwnLoss:
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self._modules:
             self._loss.to(output.device)
-        loss: torch.Tensor = self._loss(output, self._own(labels))[0]
+        loss: torch.Tensor = self._loss(*self._values(output), self._own(labels))[0]
         return loss
+
+    def _values(self, output: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Returns the tensors that the loss takes, of the chain's output."""
+        return self._joined.returned(output) if self._joined is not None else (output,)
 
     def _own(self, labels: torch.Tensor) -> torch.Tensor:
         return labels.clone() if self._writes else labels
@@ -189,8 +219,8 @@ class OwnLoss:
         cross-entropy only labels of whole rows are known to be classes."""
         targets = self.targets(labels)
         if targets is None:
-            return scores_of(output, labels) if labels.ndim == 1 else None
-        (scores,) = self._scores(output, self._own(labels))
+            return scores_of(self._values(output)[0], labels) if labels.ndim == 1 else None
+        (scores,) = self._scores(*self._values(output), self._own(labels))
         if scores.ndim != 2 or targets.ndim != 1:
             return None
         return scores, targets.where(targets != self._ignored, -1)

@@ -97,6 +97,8 @@ class Program:
     """Tensors whose first dimension is the number of rows."""
     loss: "Program | None" = None
     """The loss computed from the output and the labels, if it was recorded with labels."""
+    takes: tuple[int, ...] = ()
+    """In such a loss: the numbers that it takes beside the labels."""
 
 
 def needed_for(

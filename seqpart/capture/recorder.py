@@ -85,6 +85,10 @@ class Recorder(TorchFunctionMode):
             self.learns.add(number)
         return number
 
+    def tensor(self, number: int) -> torch.Tensor:
+        """Returns the tensor that has this number now."""
+        return next(tensor for tensor in self._alive if self._numbers[id(tensor)] == number)
+
     def known(self, tensor: torch.Tensor) -> int:
         """Returns a tensor's current number. Raises ModelError for a tensor that the model did not make."""
         number = self._numbers.get(id(tensor))

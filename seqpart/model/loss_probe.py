@@ -27,8 +27,8 @@ _CURES = {
     _NUMBER: "Let it stay a tensor: detach() in the place of item().",
     _BRANCH: "Give torch.where(condition, one, other) in the place of the `if`; a loss that is not finite ends a run anyway.",
     _SHAPE: "Multiply by the mask and return (sum, count), or label what does not count -100, which cross-entropy leaves out.",
-    _BY_NAME: "Let a module around the model join them (torch.cat((d['out'], d['aux']), 1)), and the loss take them apart.",
-    _GRAPH: "Let the model return it as a part of its output (torch.cat), and the loss take that apart.",
+    _BY_NAME: "Let the model return a dict with that name.",
+    _GRAPH: "Let the model return it too, beside its output.",
 }
 _OF_ONE_HOT = ("for target with class probabilities", "to match target batch_size")
 _ONE_HOT_LABELS = " If labels are one-hot rows of whole numbers, give their classes (y.argmax(1)) or floats (y.float())."

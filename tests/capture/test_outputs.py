@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.errors import ModelError, OptionError
+from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.verify import verify
 
 ROWS, BATCH = 48, 16
@@ -216,6 +216,24 @@ def test_outputs_that_compare_rows_are_refused_in_words(tmp_path):
         trained(Net(lambda net, h, s, v: (s, h @ h.T)), lambda out, y: out[1].mean(), (X, Y), tmp_path)
 
 
+def test_outputs_that_compare_rows_are_left_out_where_the_loss_does_not_use_them(tmp_path):
+    """As the logits of CLIP, which a loss computes from the embeddings where it has whole batches."""
+    loss = CASES["a tuple"][1]
+    torch.manual_seed(0)
+    model = Net(lambda net, h, s, v: (s, v, h @ h.T))
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    trained(model, loss, (X, Y), tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+
+    def late(out, y):
+        with torch.no_grad():
+            size = out[2] * 2
+        return two(out, y) + size.mean() * 0
+
+    with pytest.raises(DataError, match="tensor 2 of what the model returns compares rows with each other"):
+        trained(model, late, (X, Y), tmp_path)
+
+
 def test_a_loss_that_compares_rows_needs_whole_batches(tmp_path):
     def info_nce(out, y):
         one, other = F.normalize(out[0], dim=1), F.normalize(out[1], dim=1)
@@ -237,3 +255,45 @@ def test_several_outputs_are_verified(case, tmp_path):
     torch.manual_seed(0)
     agreement = verify(Net(form), (X, Y), loss, mem_limit="3GB", partitions=2, batch_size=BATCH, steps=2, offload_dir=tmp_path)
     assert agreement.unlike == ""
+
+
+class Variational(nn.Module):
+    """A VAE that computes its own loss, of more than its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 8)), nn.Linear(4, 12)
+
+    def forward(self, x, labels=None):
+        mean, variance = self.encoder(x).chunk(2, 1)
+        found = {"logits": self.decoder(mean)}
+        if labels is not None:
+            kl = -0.5 * (1 + variance - mean**2 - variance.exp()).sum(1).mean()
+            found["loss"] = F.mse_loss(found["logits"], labels) + kl
+        return found
+
+
+class Balanced(Net):
+    """Returns only a loss, with a term that its layers compute beside it, as experts are balanced."""
+
+    def forward(self, x, labels=None):
+        hidden = self.norm(self.body(x)).relu()
+        balance = hidden.softmax(1).mean(0).square().sum()
+        scores = self.scores(hidden)
+        return (F.cross_entropy(scores, labels) + 0.1 * balance, scores) if labels is not None else scores
+
+
+@pytest.mark.parametrize(("model", "data"), [(Variational, (X, X)), (lambda: Balanced(None), (X, Y))], ids=["vae", "balanced"])
+def test_a_models_own_loss_may_take_more_than_its_output(model, data, tmp_path):
+    torch.manual_seed(0)
+    model = model()
+    expected = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    for _ in range(2):
+        for at in range(0, ROWS, BATCH):
+            optimizer.zero_grad()
+            found = expected(data[0][at : at + BATCH], labels=data[1][at : at + BATCH])
+            (found["loss"] if isinstance(found, dict) else found[0]).backward()
+            optimizer.step()
+    trained(model, "model", data, tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))

@@ -199,13 +199,6 @@ def test_it_is_verified_and_evaluates_as_it_trains(tmp_path, monkeypatch):
         assert told.loss == pytest.approx(float(model.eval()(x, y)["loss"]), rel=1e-5)
 
 
-class FromHidden(Shifted):
-    def forward(self, tokens, labels=None):
-        hidden = self.mix(self.embed(tokens))
-        scores = self.head(hidden)
-        return {"logits": scores, "loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten()) + hidden.square().mean()}
-
-
 class Fed(Shifted):
     """As a translator without decoder_input_ids."""
 
@@ -240,12 +233,6 @@ class Learning(Shifted):
         return {"logits": scores, "loss": F.cross_entropy(scores.flatten(0, 1) * self.scale, labels.flatten())}
 
 
-class Several(Shifted):
-    def forward(self, tokens, labels=None):
-        one = self.mix(self.embed(tokens))
-        return F.cross_entropy((self.head(one) + one.mean()).flatten(0, 1), labels.flatten())
-
-
 class NoLoss(Shifted):
     def forward(self, tokens, labels=None):
         return {"logits": self.head(self.mix(self.embed(tokens)))}
@@ -254,11 +241,9 @@ class NoLoss(Shifted):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (FromHidden, "takes more than its output and the labels"),
         (Fed, r"takes its labels into its layers too, in .*Give what they are made from as an input of its own"),
         (Moving, "goes with a buffer that its forward changes"),
         (Learning, "the loss takes scale, which is the model's"),
-        (Several, "computes its loss from what 2 layers returned"),
         (NoLoss, "returned a dict in which the loss cannot be identified"),
         (Dense, "takes no `labels`"),
         (lambda: nn.Sequential(nn.Linear(7, 11)), "a list of blocks computes no loss"),
