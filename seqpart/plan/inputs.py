@@ -26,7 +26,7 @@ from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.loss_probe import judging
 from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
-from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_unlike_pieces, scheduled
+from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_joint, refuse_unlike_pieces, scheduled
 from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, reduction_of
 from seqpart.model.scheduler import refuse_unfit
 from seqpart.model.tiling import starts_of
@@ -261,6 +261,9 @@ class Inputs:
                 optimizer.try_on(every)
                 if divided_by:
                     refuse_unlike_pieces(optimizer, every, divided_by)
+                if optimizer.joint and self.settings.partitions != 1:
+                    self.methods = tuple(method for method in self.methods if not method.cuts)
+                    refuse_joint(optimizer, self.methods)
 
     def _wholes(self, learns: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """The larger parameters that some of `learns` are rows of."""

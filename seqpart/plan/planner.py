@@ -99,8 +99,8 @@ class Planner(Inputs):
         heaviest = max(self.possible_optimizers(), key=lambda one: sum(state.nbytes for state in state_layouts(costs, one)))
         return Problem(
             chain=self.chain, method=request.methods[0], machine=self._machine(request, costs), limit=request.limit,
-            costs_at=self.costs_at, counted_at=self.counted_at, states=state_layouts(costs, heaviest), fused=heaviest.fused,
-            loss_of=partial(self.loss_cost, request),
+            costs_at=self.costs_at, counted_at=self.counted_at, states=state_layouts(costs, heaviest),
+            temporaries=heaviest.temporaries, begins=heaviest.begins_itself, loss_of=partial(self.loss_cost, request),
             defers_updates=self._starts is not None or self.settings.clip_grad_norm is not None,
             label_row=self._label_row(), pair_rows=self.rows_per_pass,
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
@@ -314,7 +314,8 @@ class Planner(Inputs):
             blocks = self.costs_at(rows)[first:last]
             states = state_layouts(blocks, optimizer)
             *_, cost = prefix_costs(
-                blocks, states, self.loss_cost(request, rows), fused=optimizer.fused, heap_below=self.device.heap_below,
+                blocks, states, self.loss_cost(request, rows), temporaries=optimizer.temporaries,
+                begins=optimizer.begins_itself, heap_below=self.device.heap_below,
                 shares=planning.shares_of(self.epoch_rows, part.batch_size, rows),
             )  # fmt: skip
             found.append(cost)

@@ -116,12 +116,14 @@ class Parting:
 
 
 def prefix_costs(
-    blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *, fused: bool = True, heap_below: int = 0,
-    shares: Sequence[float] = (1.0,),
+    blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *, temporaries: int = 0, begins: bool = False,
+    heap_below: int = 0, shares: Sequence[float] = (1.0,),
 ) -> Iterator[PartitionCost]:  # fmt: skip
     """Yields the costs of the partitions blocks[:1], blocks[:2], ..., each one block more, in constant time.
 
-    shares: sizes of micro-batches that occur, as fractions of the one that the costs were found for.
+    temporaries: memory of the optimizer's step, as a multiple of the largest parameter's. begins: true if the optimizer makes
+    its state itself in a first step, beside the home that it then goes to. shares: sizes of micro-batches that occur, as
+    fractions of the one that the costs were found for.
     """
     heaps = [0] * len(shares)
     frozen = rewritten = slot = state_slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
@@ -199,7 +201,7 @@ def prefix_costs(
                 forward, alive + loss_peak, max(again, adding_again) + heap
             ),
             inference_peak=own + heap + max(inference, output + loss_peak),
-            update_peak=own + buffers + heap + gradients + (0 if fused else 2 * largest),
+            update_peak=own + buffers + heap + gradients + temporaries * largest + begins * state,
             row_flops=flops // rows,
             parameters=parameters, frozen=frozen, trainable=trainable, writes_late=late,
             forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,
