@@ -224,6 +224,11 @@ class Knowledge:
             for group, then, known in zip(part.param_groups, groups, built, strict=True):
                 known.update({key: now for key, now in self._texts(group).items() if now != then.get(key)})
 
+    def holder(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        """Returns the innermost optimizer that has the parameter."""
+        having = (part for part, places in zip(self._parts, self._places, strict=True) if id(parameter) in places)
+        return [self._parts[0], *having][-1]
+
     def common(self) -> list[Any]:
         """Returns what has changed in groups and in the optimizers themselves since they were built."""
         found = []
@@ -330,7 +335,7 @@ class AtHome:
         if text is not None:
             self._waiting.append((parameter, own, text))
         else:
-            self.optimizer.state[parameter] = dict(own)
+            self._knowledge.holder(parameter).state[parameter] = dict(own)
 
     def restore(self) -> None:
         """Reads the texts. A parameter with none yet has the state that it was built with: its first step makes the rest."""
@@ -349,7 +354,7 @@ class AtHome:
         """After each step: copies what the optimizer has made anew into its views. Raises NoHomeError for what has none."""
         self._steps += 1
         for parameter, label, views, text in self._homes:
-            state = self.optimizer.state.get(parameter, {})
+            state = self._knowledge.holder(parameter).state.get(parameter, {})
             if text is None and state.keys() == views.keys() and all(value is views[name] for name, value in state.items()):
                 continue
             moved: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -357,7 +362,7 @@ class AtHome:
                 found = self._knowledge.state(parameter, partial(_kept, views, moved))
             except NoHomeError as error:
                 raise NoHomeError(f"its state of {label}: {error}") from None
-            if text is None and found[:1] != [["d", *([name, ["t", name]] for name in state)]]:
+            if text is None and [one[1:] for one in found if one] != [[[name, ["t", name]] for name in state]]:
                 raise NoHomeError(f"its state of {label}: it has more than tensors")
             if moved:
                 owned = {view.untyped_storage().data_ptr() for view in views.values()}

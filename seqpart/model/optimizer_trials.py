@@ -8,7 +8,7 @@ that the optimizer makes in its own first step, with plain data beside it; last 
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -29,8 +29,10 @@ from seqpart.interrupts import put_off
 from seqpart.model.optimizer_state import TEXT, AtHome, Classes, Knowledge, NoHomeError, parts_of, room_for, specs_in, text_spec
 from seqpart.store.layout import TensorSpec, spec_of
 
-Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""A function from parameters to their optimizer."""
+Build = Callable[..., torch.optim.Optimizer]
+"""A function from parameters, or from pairs (name, parameter), to their optimizer."""
+BuildNamed = Callable[[Sequence[nn.Parameter], Sequence[str]], torch.optim.Optimizer]
+"""A function from parameters and their names to their optimizer."""
 State = tuple[TensorSpec, ...]
 """State of one parameter: tensors by name, and the text of plain data if there are any."""
 Step = tuple[Sequence[nn.Parameter], Sequence[tuple[str, bool, Mapping[str, torch.Tensor]]]]
@@ -54,6 +56,8 @@ class Found:
     states: dict[TensorSpec, State] = field(default_factory=dict)
     """{kind of parameter: its state}."""
     classes: Classes = field(default_factory=dict)
+    groups: dict[str, str] = field(default_factory=dict)
+    """{name of a parameter: its group}, for a function that knows names."""
     counts: bool = False
     """True if it keeps something in its groups or itself."""
     joint: bool = False
@@ -69,24 +73,30 @@ class _Way(Enum):
     """One that is made anew for each step, with what it has made itself, and the text of plain data."""
 
 
-def kind_of(spec: TensorSpec) -> TensorSpec:
-    """Returns all that a parameter's state depends on: shape, type and strides."""
-    return replace(spec, name="", offset=0)
+def kind_of(spec: TensorSpec, group: str = "") -> TensorSpec:
+    """Returns all that a parameter's state depends on: shape, type, strides, and its group where that depends on its name."""
+    return replace(spec, name=group, offset=0)
 
 
-def explore(name: str, build: Build, parameters: Mapping[str, TensorSpec], found: Found, *, is_known: bool) -> None:
-    """Adds to `found` the state of each kind of these parameters. is_known: true if it keeps nothing beside a state that begins
-    at zero.
+def groups_of(build: BuildNamed, parameters: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Returns {name: its group's number} of parameters of these names; "" for one that is in no group."""
+    with FakeTensorMode():
+        made = [nn.Parameter(_zeros(spec)) for spec in parameters.values()]
+        groups = build(made, list(parameters)).param_groups
+    places = {id(one): str(number) for number, group in enumerate(groups) for one in group["params"]}
+    return {name: places.get(id(one), "") for name, one in zip(parameters, made, strict=True)}
+
+
+def explore(name: str, build: BuildNamed, wanted: Mapping[TensorSpec, str], found: Found, *, is_known: bool) -> None:
+    """Adds to `found` the state of each kind of parameter. wanted: {kind: name of a parameter of that kind}. is_known: true if
+    it keeps nothing beside a state that begins at zero.
 
     Raises OptionError for one that refuses a kind of parameter, and for one that knows what can have no home.
     """
-    wanted: dict[TensorSpec, str] = {}
-    for parameter, spec in parameters.items():
-        wanted.setdefault(kind_of(spec), f"{parameter} of shape {spec.shape} ({spec.dtype})")
     with ExitStack() as stack:
         stack.enter_context(without_compiler())
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        trial = _Trial(name, build, found.classes)
+        trial = _Trial(name, build, found.classes, dict(wanted))
         laid = trial.laid_out(wanted, 1 if is_known else _STEPS)
         if is_known or not wanted:
             found.states.update({kind: state[:-1] for kind, state in laid.items()})
@@ -161,19 +171,24 @@ class _Trial:
     """Trial steps of one optimizer."""
 
     name: str
-    build: Build
+    build: BuildNamed
     classes: Classes
+    names: dict[TensorSpec, str]
+    """{kind: name of a parameter of that kind}."""
 
-    def laid_out(self, wanted: Mapping[TensorSpec, str], steps: int) -> dict[TensorSpec, State]:
-        """Finds the state of each kind by steps. wanted: {kind: the parameter that errors name}. The text is the last."""
+    def laid_out(self, wanted: Iterable[TensorSpec], steps: int) -> dict[TensorSpec, State]:
+        """Finds the state of each kind by steps. The text is the last."""
         try:
             with _without_numbers():
                 states = self._after(steps, list(wanted))
         except Exception:  # find out which one failed
-            states = [self._alone(steps, kind, parameter) for kind, parameter in wanted.items()]
+            states = [self._alone(steps, kind) for kind in wanted]
         return dict(zip(wanted, states, strict=True))
 
-    def _alone(self, steps: int, kind: TensorSpec, parameter: str) -> State:
+    def _said(self, kind: TensorSpec) -> str:
+        return f"{self.names[kind]} of shape {kind.shape} ({kind.dtype})"
+
+    def _alone(self, steps: int, kind: TensorSpec) -> State:
         """State of a parameter of that kind, with real numbers if fake tensors fail and it is small."""
         error: Exception
         try:
@@ -189,18 +204,17 @@ class _Trial:
         if isinstance(error, NoHomeError):
             raise OptionError(
                 f"optimizer {self.name}: its state {error}, so it has no fixed layout and cannot be kept at home. It is of "
-                f"{parameter}. {_OTHERS}"
+                f"{self._said(kind)}. {_OTHERS}"
             ) from None
         raise OptionError(
-            f"optimizer {self.name}: a trial step on {parameter} failed: {type(error).__name__}: {error}. Use an optimizer "
-            "that takes it, or freeze it: requires_grad_(False)."
+            f"optimizer {self.name}: a trial step on {self._said(kind)} failed: {type(error).__name__}: {error}. Use an "
+            "optimizer that takes it, or freeze it: requires_grad_(False)."
         ) from error
 
     def _after(self, steps: int, kinds: Sequence[TensorSpec]) -> list[State]:
         """State of one parameter of each kind, all zeros, which appears in steps on gradients of zeros."""
         parameters = [nn.Parameter(_zeros(kind)) for kind in kinds]
-        optimizer = self.build(parameters)
-        knowledge, begun = Knowledge(optimizer, self.classes, learns=True), _counts(optimizer)
+        optimizer, begun, knowledge = self._begun(parameters, kinds)
         found: list[dict[str, TensorSpec]] = [{} for _ in kinds]
         rooms = [0 for _ in kinds]
         for step in range(steps):
@@ -218,18 +232,18 @@ class _Trial:
                 rooms[number] = max(rooms[number], room_for(text))
         return [(*specs.values(), text_spec(room)) for specs, room in zip(found, rooms, strict=True)]
 
-    def for_real(self, wanted: Mapping[TensorSpec, str], found: Mapping[TensorSpec, State]) -> dict[TensorSpec, State]:
+    def for_real(self, wanted: Iterable[TensorSpec], found: Mapping[TensorSpec, State]) -> dict[TensorSpec, State]:
         """Returns {kind: state} for kinds that are small enough for real numbers, with state like the large ones."""
         small = {kind: _smaller(kind) for kind in wanted}
-        other = {small[kind]: parameter for kind, parameter in wanted.items() if small[kind] not in found}
-        states = {**found, **self.laid_out(other, _STEPS)}
-        for kind, parameter in wanted.items():
+        self.names.update({small[kind]: self.names[kind] for kind in wanted})
+        states = {**found, **self.laid_out(dict.fromkeys(kind for kind in small.values() if kind not in found), _STEPS)}
+        for kind in wanted:
             if _likened(kind, found[kind]) == _likened(small[kind], states[small[kind]]):
                 continue
             if prod(kind.shape) > _MANY:
                 raise OptionError(
-                    f"optimizer {self.name}: it keeps other state for {parameter} than for a smaller one, and that is too "
-                    f"large to be tried. {_OTHERS}"
+                    f"optimizer {self.name}: it keeps other state for {self._said(kind)} than for a smaller one, and that is "
+                    f"too large to be tried. {_OTHERS}"
                 )
             small[kind] = kind
         return {kind: states[kind] for kind in small.values()}
@@ -273,14 +287,16 @@ class _Trial:
         for home in homes if way is _Way.ZEROS else ():
             del home[TEXT]
         sets = [[*range(len(kinds))]] if together else [[number] for number in range(len(kinds))]
-        living = [self._begun([parameters[number] for number in each]) for each in sets] if way is _Way.LIVING else []
+        among = [[kinds[number] for number in each] for each in sets]
+        living = [self._begun([parameters[number] for number in each], own) for each, own in zip(sets, among, strict=True)]
+        living = living if way is _Way.LIVING else []
         for step in range(_STEPS):
             for number, (kind, parameter) in enumerate(zip(kinds, parameters, strict=True)):
                 parameter.grad = (slopes[number] + _numbers(kind, numbers)) * (0.5 + number % 3)
             found: list[tuple[str, bool, Mapping[str, torch.Tensor]]] = [("", False, {}) for _ in kinds]
             for place, each in enumerate(sets):
                 own = [parameters[number] for number in each]
-                optimizer, begun, knowledge = living[place] if living else self._begun(own)
+                optimizer, begun, knowledge = living[place] if living else self._begun(own, among[place])
                 at_home = None if living else AtHome(optimizer, self.classes, learns=True)
                 if at_home is not None:
                     for number in each:
@@ -296,8 +312,10 @@ class _Trial:
                     found[number] = _seen(knowledge, parameters[number])
             yield parameters, found
 
-    def _begun(self, parameters: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, Counts, Knowledge]:
-        optimizer = self.build(parameters)
+    def _begun(
+        self, parameters: Sequence[nn.Parameter], kinds: Sequence[TensorSpec]
+    ) -> tuple[torch.optim.Optimizer, Counts, Knowledge]:
+        optimizer = self.build(parameters, [self.names[kind] for kind in kinds])
         return optimizer, _counts(optimizer), Knowledge(optimizer, self.classes, learns=True)
 
 

@@ -6,7 +6,8 @@ tensors.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +25,7 @@ from seqpart.model.optimizer_trials import (
     Found,
     explore,
     follows_numbers,
+    groups_of,
     is_alike,
     kind_of,
     looks_at_whole,
@@ -40,6 +42,8 @@ _KINDS: dict[str, Any] = {
     "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor,
 }  # fmt: skip
 NAMES = tuple(_KINDS)
+UNKNOWN = "?"
+"""Group of a parameter whose group is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Optimizer:
     """An optimizer: how to build it for some parameters, and the state that it will keep for each of them."""
 
     name: str
-    build: Build
+    function: Build
+    """The user's, whose list of several optimizers is one."""
     options: str = ""
     """Options of its groups, which a resumed run must repeat."""
     tuned: str = ""
@@ -58,8 +63,15 @@ class Optimizer:
     """Decay of the weights' moving average, which is kept beside the state; None: there is none."""
     is_known: bool = False
     """True for an optimizer of torch chosen by name, which needs no trial steps that show whether its state is complete."""
+    named: bool = False
+    """True if the function takes pairs (name, parameter)."""
     found: Found = field(default_factory=Found, compare=False, repr=False)
     """What was found out on the kinds of parameters that it was tried on."""
+
+    def build(self, parameters: Sequence[nn.Parameter], names: Sequence[str] = ()) -> torch.optim.Optimizer:
+        """Builds the optimizer of these parameters. names: theirs in the model; without any, all are called weight."""
+        given: list[Any] = [*parameters]
+        return self.function([*zip(names or ["weight"] * len(given), given, strict=True)] if self.named else given)
 
     @functools.cached_property
     def temporaries(self) -> int:
@@ -95,21 +107,32 @@ class Optimizer:
         """True if its first step makes its state in new memory; else it begins as zeros, in its home."""
         return any(spec.name == TEXT for state in self.found.states.values() for spec in state)
 
+    def kind(self, name: str, spec: TensorSpec) -> TensorSpec:
+        """All that a parameter's state depends on. name: in the model, if the function knows names."""
+        return kind_of(spec, self.found.groups.get(name, UNKNOWN) if self.named else "")
+
     def try_on(self, parameters: Mapping[str, TensorSpec]) -> None:
         """Finds the state that it keeps for such parameters. Raises OptionError, naming the first that it cannot train."""
-        if new := {name: spec for name, spec in parameters.items() if kind_of(spec) not in self.found.states}:
+        if new := {name: spec for name, spec in parameters.items() if self.kind(name, spec) not in self.found.states}:
             with tried(self.name):
-                explore(self.name, self.build, new, self.found, is_known=self.is_known)
+                if self.named:
+                    self.found.groups |= groups_of(self.build, new)
+                wanted = dict[TensorSpec, str]()
+                for name, spec in new.items():
+                    wanted.setdefault(self.kind(name, spec), name)
+                explore(self.name, self.build, wanted, self.found, is_known=self.is_known)
         states = self.found.states.values()
         if self.average is not None and any(spec.name == AVERAGE for state in states for spec in state):
             raise OptionError(f"--ema: optimizer {self.name} keeps a state {AVERAGE!r} of its own. Leave --ema out.")
 
-    def state_layout(self, parameters: Mapping[str, TensorSpec]) -> Layout:
-        """Returns the layout of the state of one block's trainable parameters: `weight.exp_avg`, ..."""
-        self.try_on(parameters)
+    def state_layout(self, parameters: Mapping[str, TensorSpec], named: Callable[[str], str] = str) -> Layout:
+        """Returns the layout of the state of one block's trainable parameters: `weight.exp_avg`, ... named: gives the
+        names that they have in the model."""
+        self.try_on({named(name): spec for name, spec in parameters.items()})
         found = []
         for name, parameter in parameters.items():
-            found += [replace(spec, name=f"{name}.{spec.name}") for spec in self.found.states[kind_of(parameter)]]
+            state = self.found.states[self.kind(named(name), parameter)]
+            found += [replace(spec, name=f"{name}.{spec.name}") for spec in state]
             found += [replace(parameter, name=f"{name}.{AVERAGE}")] if self.average is not None else []
         return Layout.of(found)
 
@@ -128,21 +151,17 @@ class Adopted:
         note_rates(optimizer)
 
     def take(
-        self,
-        named: Iterable[tuple[str, nn.Parameter]],
-        views: Mapping[str, torch.Tensor],
-        label: str = "",
-        *,
-        begun: bool = True,
-    ) -> None:
-        """Gives parameters the tensors in `views` as their state. label: of their block. begun: true if a step was made before,
-        so that the average has values; otherwise all are zeros."""
-        named = list(named)
-        for name, parameter in named:
-            state = self._choice.found.states[kind_of(spec_of(name, parameter))]
-            self._state.take(parameter, f"{label}{name}", {spec.name: views[f"{name}.{spec.name}"] for spec in state})
-        if self._choice.average is not None and named:
-            pairs = [(views[f"{name}.{AVERAGE}"], parameter) for name, parameter in named]
+        self, parameters: Iterable[tuple[str, nn.Parameter]], views: Mapping[str, torch.Tensor],
+        named: Callable[[str], str] = str, *, begun: bool = True,
+    ) -> None:  # fmt: skip
+        """Gives parameters the tensors in `views` as their state. named: see `state_layout`. begun: true if a step was made
+        before, so that the average has values; otherwise all are zeros."""
+        parameters = list(parameters)
+        for name, parameter in parameters:
+            state = self._choice.found.states[self._choice.kind(named(name), spec_of(name, parameter))]
+            self._state.take(parameter, named(name), {spec.name: views[f"{name}.{spec.name}"] for spec in state})
+        if self._choice.average is not None and parameters:
+            pairs = [(views[f"{name}.{AVERAGE}"], parameter) for name, parameter in parameters]
             self._averaging.append(_Averaging(self._choice.average, pairs, begun))
 
     def restore(self) -> None:
@@ -264,7 +283,13 @@ def refuse_rateless(optimizer: Optimizer, schedule: str | SchedulerFactory, warm
 
 def refuse_unlike_pieces(optimizer: Optimizer, parameters: Mapping[str, TensorSpec], divided_by: str) -> None:
     """Raises OptionError for an optimizer whose state depends on a weight's size. parameters: weights and pieces, all tried."""
-    states = {kind_of(spec): optimizer.found.states[kind_of(spec)] for spec in parameters.values()}
+    if optimizer.named:
+        raise OptionError(
+            f"optimizer {optimizer.name} chooses by names, and {divided_by} divides weights into rows that have none. Let it "
+            "take parameters alone."
+        )
+    kinds = [optimizer.kind(name, spec) for name, spec in parameters.items()]
+    states = {kind: optimizer.found.states[kind] for kind in kinds}
     texts = {spec for state in states.values() for spec in state if spec.name == TEXT}
     if len(texts) > 1 or not (is_alike(states) and all(follows_numbers(*pair) for pair in states.items())):
         raise OptionError(
@@ -280,7 +305,7 @@ def describe(name: str, build: Build, *, is_known: bool = False) -> Optimizer:
     """
     name = name if name.isidentifier() else ""
     with tried(name or "function"):
-        return _described(name, functools.partial(_built, build), is_known)
+        return _described(Optimizer(name, functools.partial(_built, build), is_known=is_known, named=_takes_names(build)))
 
 
 @contextmanager
@@ -301,13 +326,13 @@ def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimiz
         return optimizer
     options = Scheduler(schedule, optimizer.build).at(0)
 
-    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        built = optimizer.build(parameters)
+    def function(given: list[Any]) -> torch.optim.Optimizer:
+        built = optimizer.function(given)
         tune(built, options)
         return built
 
     with tried(optimizer.name):
-        found = replace(optimizer, build=build, found=Found())
+        found = replace(optimizer, function=function, found=Found())
         return found if _state_tensors(found) > _state_tensors(optimizer) else optimizer
 
 
@@ -316,7 +341,15 @@ def _state_tensors(optimizer: Optimizer) -> int:
     return len(optimizer.state_layout({"": spec_of("", _example())}).specs)
 
 
-def _built(build: Build, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _takes_names(function: Build) -> bool:
+    """True if the function's first parameter is called `named_parameters`: then it gets pairs (name, parameter)."""
+    try:
+        return next(iter(inspect.signature(function).parameters), "") == "named_parameters"
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+
+
+def _built(build: Build, parameters: list[Any]) -> torch.optim.Optimizer:
     """Returns what `build` makes of these parameters: one optimizer, also where it returns several."""
     with without_compiler(), empty_allowed():
         found = build(parameters)
@@ -329,9 +362,9 @@ def _example() -> nn.Parameter:
     return nn.Parameter(torch.zeros(2, 3, dtype=torch.float32, device="cpu"))
 
 
-def _described(name: str, build: Build, is_known: bool) -> Optimizer:
+def _described(choice: Optimizer) -> Optimizer:
     parameter = _example()
-    optimizer = build([parameter])
+    optimizer = choice.build([parameter])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(
             "optimizer: expected a function that returns a torch.optim.Optimizer, or a list of several; found "
@@ -354,10 +387,8 @@ def _described(name: str, build: Build, is_known: bool) -> Optimizer:
         for free in (True, False)
     )
     names = "+".join(type(part).__name__ for part in parts_of(optimizer) if type(part) is not Several)
-    return Optimizer(
-        name or names, build, options, tuned, is_known=is_known,
-        has_rate=any("lr" in group for group in optimizer.param_groups),
-    )  # fmt: skip
+    has_rate = any("lr" in group for group in optimizer.param_groups)
+    return replace(choice, name=choice.name or names, options=options, tuned=tuned, has_rate=has_rate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,12 +271,13 @@ def passing(blocks: Sequence[BlockCost], last: int) -> tuple[Value, ...]:
     return tuple(value for value in given.values() if value.uses[-1:] > (last,))
 
 
-def state_layouts(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> list[Layout]:
+def state_layouts(blocks: Sequence[Block], costs: Sequence[BlockCost], optimizer: Optimizer | None) -> list[Layout]:
     """Layout of every block's optimizer state; empty ones without an optimizer."""
     if optimizer is None:
         return [Layout(()) for _ in costs]
     return [
-        optimizer.state_layout({spec.name: spec for spec in cost.layout.specs if spec.name in cost.trainable}) for cost in costs
+        optimizer.state_layout({spec.name: spec for spec in cost.layout.specs if spec.name in cost.trainable}, block.exported)
+        for block, cost in zip(blocks, costs, strict=True)
     ]
 
 
@@ -285,9 +286,9 @@ def gradient_layouts(costs: Sequence[BlockCost]) -> list[Layout]:
     return [cost.gradient_layout for cost in costs]
 
 
-def slot_bytes(costs: Sequence[BlockCost], optimizer: Optimizer | None, *, gradients: bool = False) -> int:
-    """Bytes of the slot for a partition of these blocks."""
-    layouts = [*(cost.layout for cost in costs), *state_layouts(costs, optimizer)]
+def slot_bytes(costs: Sequence[BlockCost], states: Sequence[Layout], *, gradients: bool = False) -> int:
+    """Bytes of the slot for a partition of these blocks. states: of their optimizer; none where it is not loaded."""
+    layouts = [*(cost.layout for cost in costs), *states]
     return sum(layout.padded_nbytes for layout in layouts + (gradient_layouts(costs) if gradients else []))
 
 

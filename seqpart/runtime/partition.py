@@ -54,7 +54,7 @@ class Partition:
         self._borrows, self.lenders = borrows, list[Partition]()
         """Partitions that own tied weights loaded here; loading waits for their last save."""
         self._borrowed = borrowed_costs(blocks, costs) if borrows else {}
-        self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
+        self._states, self._gradients = state_layouts(blocks, costs, optimizer), gradient_layouts(costs)
         self._adopted: Adopted | None = None
         """The optimizer of this visit."""
         self.built: weakref.ref[torch.optim.Optimizer] | None = None
@@ -91,7 +91,7 @@ class Partition:
         kept = gradients or (to_update and self._waiting is not None)
         borrowed = sum(cost.layout.padded_nbytes for cost in self._borrowed.values())
         own = self._weight_bytes if self.weights_stay else 0
-        return borrowed + slot_bytes(self._costs, self._choice if to_update else None, gradients=kept) - own
+        return borrowed + slot_bytes(self._costs, self._states if to_update else (), gradients=kept) - own
 
     # --- coming ---------------------------------------------------------------------------------------------------
 
@@ -172,14 +172,15 @@ class Partition:
     def _build_optimizer(self) -> None:
         if not self.trainable:
             return
+        names = {id(p): block.exported(name) for block in self.blocks for name, p in block.module.named_parameters()}
         in_order = [self.trainable[place] for place in sorted(self.trainable)]
-        self._adopted = self._choice.adopt(self._choice.build(in_order))
+        self._adopted = self._choice.adopt(self._choice.build(in_order, [names[id(parameter)] for parameter in in_order]))
         self.built = weakref.ref(self._adopted.optimizer)
         for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[2], strict=True):
             if not (begun := block.state_home in self._store):
                 region.zero_()
             named = [(name, p) for name, p in block.module.named_parameters() if p.requires_grad and name in cost.trainable]
-            self._adopted.take(named, layout.views(region), f"{block.name}.", begun=begun)
+            self._adopted.take(named, layout.views(region), block.exported, begun=begun)
 
     def _fetch_gradients(self) -> None:
         if self._waiting is None:

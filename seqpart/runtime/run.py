@@ -312,7 +312,8 @@ class Run:
         if not isinstance(prepared.chain, JointChain):
             return None
         return Parting(
-            prepared.chain, [cost.layout for cost in prepared.costs], state_layouts(prepared.costs, stage.optimizers[-1]),
+            prepared.chain, [cost.layout for cost in prepared.costs],
+            state_layouts(prepared.chain, prepared.costs, stage.optimizers[-1]),
             [(part.first, part.last) for part in prepared.plan.partitions], self.homes.store,
             keeps_moments=self._settings.subnet_moments != "zero",
         )  # fmt: skip

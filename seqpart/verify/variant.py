@@ -235,7 +235,10 @@ def train_plainly(session: Run, model: object, updates: int) -> dict[tuple[int, 
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     stage, settings = session.prepared.stages[0], session.settings
     choice, rate = stage.optimizers[-1], session.rate_of(stage)
-    adopted = choice.adopt(choice.build(trained))
+    names = {
+        id(tensor): block.exported(name) for block in session.prepared.chain for name, tensor in tensors[block.number].items()
+    }
+    adopted = choice.adopt(choice.build(trained, [names[id(parameter)] for parameter in trained]))
     judge = session.prepared.loss(0)
     assert judge is not None
     left = updates

@@ -672,6 +672,76 @@ def test_state_that_hangs_on_the_size_of_a_weight_goes_with_no_tiles():
         trainer.plan(ROWS)
 
 
+# --- several optimizers, and names ------------------------------------------------------------------------------------
+
+
+def two(parameters):
+    return [torch.optim.Muon([p for p in parameters if p.ndim == 2]), torch.optim.AdamW([p for p in parameters if p.ndim != 2])]
+
+
+def by_name(named_parameters):
+    """Muon for matrices but the last, AdamW for the rest, without decay for biases and norms."""
+    hidden = [(name, p) for name, p in named_parameters if p.ndim == 2 and not name.startswith("5.")]
+    others = [(name, p) for name, p in named_parameters if p.ndim != 2 or name.startswith("5.")]
+    decays = [p for name, p in others if name.endswith("weight") and not name.startswith("1.")]
+    rest = [p for name, p in others if not (name.endswith("weight") and not name.startswith("1."))]
+    return [
+        torch.optim.Muon([p for _, p in hidden]),
+        torch.optim.AdamW([{"params": decays, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=0.01),
+    ]
+
+
+def in_a_plain_loop_of_several(build):
+    model = network()
+    optimizers = build(list(model.parameters()) if build is two else list(model.named_parameters()))
+    for _ in range(3):
+        for x, y in zip(*(part.split(16) for part in ROWS), strict=True):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize("options", [{}, {"method": "full", "partitions": 1}], ids=["streamed", "full"])
+@pytest.mark.parametrize("build", [two, by_name])
+def test_a_function_may_return_several_optimizers_and_know_names(build, options, tmp_path):
+    """A partition, or one parameter of a trial, may need one of them alone: "optimizer got an empty parameter list"."""
+    weights, _ = trained(build, tmp_path, **options)
+    plain = in_a_plain_loop_of_several(build)
+    assert [name for name, value in plain.items() if not torch.equal(value, weights[name])] == []
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_a_schedule_sets_the_groups_of_several_optimizers(tmp_path):
+    def build(parameters):
+        return [
+            torch.optim.SGD([p for p in parameters if p.ndim == 2], lr=1.0),
+            torch.optim.NAdam(p for p in parameters if p.ndim != 2),
+        ]
+
+    _, rates = trained(build, tmp_path, lr_schedule=lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda done: 0.5**done))
+    assert rates == [0.5**done for done in range(9)]
+
+
+def test_torch_refuses_an_optimizer_without_parameters_as_before():
+    describe("", two)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        torch.optim.SGD([], lr=0.1)
+
+
+def test_names_do_not_go_with_what_divides_weights():
+    trainer = Trainer(network(), None, by_name_alone, mem_limit="2GB", method="streamed", tile="8KB", quiet=True)
+    with pytest.raises(OptionError, match="by_name_alone chooses by names, and tile divides weights into rows that have none"):
+        trainer.plan(ROWS)
+
+
+def by_name_alone(named_parameters):
+    return torch.optim.SGD([p for _, p in named_parameters], lr=0.1)
+
+
 # --- without a learning rate ------------------------------------------------------------------------------------------
 
 
