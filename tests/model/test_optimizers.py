@@ -587,7 +587,7 @@ def test_state_that_is_other_than_in_the_trial_is_named(later, words):
     choice, w = describe("", lambda parameters: Late(parameters, lr=0.1)), nn.Parameter(torch.ones(4, 3))
     layout = choice.state_layout({"w": spec_of("w", w)})
     optimizer = choice.adopt(choice.build([w]))
-    optimizer.take([("w", w)], layout.views(aligned(layout.nbytes).zero_()), "0.")
+    optimizer.take([("w", w)], layout.views(aligned(layout.nbytes).zero_()), lambda name: f"0.{name}")
     for _ in range(20):
         optimizer.step()
         optimizer.write()
