@@ -634,6 +634,23 @@ def test_a_state_that_only_large_parameters_have_is_refused_where_they_are_too_l
         found(Packed, (2048, 2048))
 
 
+def test_state_that_was_saved_without_a_text_goes_on():
+    """0.2.0 kept tensors alone, where a count in a group changes nothing: a momentum would have begun anew."""
+    w, theirs = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3))
+    plain = torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
+    theirs.grad = torch.randn(4, 3)
+    plain.step()
+    choice = describe("", lambda parameters: InGroups(parameters, lr=0.1, momentum=0.9))
+    layout = choice.state_layout({"w": spec_of("w", w)})
+    views = layout.views(aligned(layout.nbytes).zero_())
+    views["w.momentum_buffer"].copy_(plain.state[theirs]["momentum_buffer"])
+    w.data.copy_(theirs.data)
+    optimizer = choice.adopt(choice.build([w]))
+    optimizer.take([("w", w)], views)
+    optimizer.restore()
+    same_after_steps(optimizer, {"w": w}, plain, {"w": theirs})
+
+
 # --- weights that are divided -----------------------------------------------------------------------------------------
 
 
