@@ -341,9 +341,7 @@ class AtHome:
         """Reads the texts. A parameter with none yet has the state that it was built with: its first step makes the rest."""
         found = [(parameter, views, bytes(text.cpu().numpy()).rstrip(b"\0")) for parameter, views, text in self._waiting]
         for parameter, views, text in found:
-            if not text and any(
-                bool(view.count_nonzero()) for view in views.values()
-            ):  # saved by 0.2.0, which kept tensors alone
+            if not text and any(bool(view.count_nonzero()) for view in views.values()):  # 0.2.0 kept tensors alone
                 self._knowledge.holder(parameter).state[parameter] = dict(views)
         known = [(*json.loads(text), parameter, views) for parameter, views, text in found if text]
         for steps, each, parameter, views in sorted(known, key=lambda one: one[0]):
