@@ -81,7 +81,8 @@ class Trainer:
         Losses that do not say which are tried on a small batch, whole and in two parts; one whose parts do not add up in
         any of these ways needs `micro_batch_size` = `batch_size`. "model" is the loss that the model computes itself when its
         forward is given `labels`: the y of (x, y), shaped and shifted as it expects them.
-    optimizer: `adamw` (the default), `adam`, `sgd`, `adafactor`, or a function from a list of parameters to a torch optimizer.
+    optimizer: `adamw` (the default), `adam`, `sgd`, `adafactor`, or a function from a list of parameters to a torch optimizer,
+        or to a list of several; one whose parameter is called `named_parameters` gets pairs (name, parameter).
     padding: how rows of several lengths are padded, in all data. None: all rows have one length.
     settings: a Settings, in place of options.
     options: the fields of Settings; `mem_limit` and `method` are required. With `sil` a list gives each partition its own

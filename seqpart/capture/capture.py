@@ -86,7 +86,7 @@ def chain_and_loss(
         raise ModelError('loss="model": a list of blocks computes no loss. Give an nn.Module that does, or a function.')
     inputs = {one.name for one in form} | {getattr(model, "main_input_name", None)}
     given = Labels(name_of_labels(model, inputs), tuple(labels.shape[1:]), label_dtype(labels))
-    outputs = Outputs(None, given.shape, given.dtype, (), nullcontext)
+    outputs = Outputs(None, None, given.shape, given.dtype, nullcontext)
     chain, program = _traced(model, shape, dtype, form, given, autocast, outputs)
     assert program.loss is not None
     return chain, OwnLoss(program.loss, model, outputs)

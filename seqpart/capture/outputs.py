@@ -16,9 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves
 
-from seqpart.capture.inputs import Form
 from seqpart.capture.program import Ref, by_name, fields_of, holds_fields, with_fields
-from seqpart.data.labels import LossOfSeveral
 from seqpart.errors import ModelError
 from seqpart.model.loss_probe import generators_left_alone
 from seqpart.model.losses import LossFunction, scores_of
@@ -172,16 +170,17 @@ class OtherRows(Exception):
 class Outputs:
     """Finds out, while a model is recorded, whether the user's loss takes all that it returns, and joins that then.
 
-    The loss decides: it is tried on what the model returned. One that fails there gets one tensor of it, the logits. loss: None
-    if all tensors are taken.
+    The loss decides: it is tried on what the model returned. One that fails there gets one tensor of it, the logits.
+
+    loss: None if all tensors are taken. tried: the same loss, for labels of the shape and type that follow.
     """
 
     def __init__(
-        self, loss: LossFunction | None, label_shape: Sequence[int], label_type: torch.dtype, label_form: Form,
+        self, loss: LossFunction | None, tried: LossFunction | None, label_shape: Sequence[int], label_type: torch.dtype,
         autocast: Callable[[], AbstractContextManager[object]],
     ) -> None:  # fmt: skip
         self._given, self._labels = loss, (tuple(label_shape), label_type)
-        self._loss: Any = LossOfSeveral(loss, label_form) if loss and label_form else loss
+        self._loss: Any = tried
         self._autocast = autocast
         self._found: dict[bool, Returned] = {}
         """By mode: True for training."""

@@ -137,8 +137,9 @@ class ResumePoint:
             midway = any(phase.trains(p) for phase in begun) and Progress(phases, at).needs_state(p, begun[0].stage)
             merged = any(phase.kind is PhaseKind.MERGE and phase.partition == p for phase in over)
             optimizer, costs = prepared.stages[0].optimizers[p], prepared.costs[part.first : part.last]
-            blocks = zip(chain[part.first : part.last], state_layouts(costs, optimizer), strict=True)
-            states = {block.state_home: layout for block, layout in blocks if layout.specs}
+            blocks = chain[part.first : part.last]
+            laid = zip(blocks, state_layouts(blocks, costs, optimizer), strict=True)
+            states = {block.state_home: layout for block, layout in laid if layout.specs}
             layouts |= states
             if part.state and not midway:
                 unused |= set(states)

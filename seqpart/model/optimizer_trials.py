@@ -1,76 +1,125 @@
-"""Finds the state that an optimizer keeps for parameters of given shapes and types, and checks that it keeps nothing else.
+"""Finds what an optimizer keeps for parameters of given shapes and types, and checks that it goes on from that alone.
 
 An optimizer may keep other state for a vector than for a matrix, or for a large parameter than for a small one, without saying
-so. So it makes a step on fake tensors of just these shapes, which take no memory; and on a few real numbers of each kind two
-ways are compared: one lasting optimizer of all parameters, as in a plain loop, and one of each parameter alone, made anew for
-every step with the state that it had, as partitions that come and go have it.
+so. So it makes steps on fake tensors of just these shapes, which take no memory; and on a few real numbers of each kind ways
+are compared: one lasting optimizer of all parameters, as in a plain loop, and one of each parameter alone, made anew for every
+step with what was kept of it, as partitions that come and go have it. Tensors that begin as zeros are tried first, then all
+that the optimizer makes in its own first step, with plain data beside it; last the same for all parameters together.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import OptionError
 from seqpart.interrupts import put_off
-from seqpart.store.layout import DTYPES, TensorSpec, spec_of
+from seqpart.model.optimizer_state import TEXT, AtHome, Classes, Knowledge, NoHomeError, parts_of, room_for, specs_in, text_spec
+from seqpart.store.layout import TensorSpec, spec_of
 
-Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Build = Callable[..., torch.optim.Optimizer]
+"""A function from parameters, or from pairs (name, parameter), to their optimizer."""
+BuildNamed = Callable[[Sequence[nn.Parameter], Sequence[str]], torch.optim.Optimizer]
+"""A function from parameters and their names to their optimizer."""
 State = tuple[TensorSpec, ...]
-"""State of one parameter: names are keys of the optimizer's state."""
-Step = tuple[Sequence[nn.Parameter], Sequence[Mapping[Any, object]]]
-"""(parameters, state of each) after a step."""
+"""State of one parameter: tensors by name, and the text of plain data if there are any."""
+Step = tuple[Sequence[nn.Parameter], Sequence[tuple[str, bool, Mapping[str, torch.Tensor]]]]
+"""(parameters, (text, true if something beside the state has changed, tensors) of each) after a step."""
+Counts = list[tuple[dict[str, Any], dict[str, int]]]
+"""Dicts of an optimizer, each with its whole numbers."""
 
 _OTHERS = "Use adam, adamw, sgd or adafactor."
+_ANEW = "where it is built anew for each visit of a partition, with all that it kept"
 _FEW, _MANY = 1 << 14, 1 << 18
 """Numbers of a parameter in real steps: at most _FEW, or _MANY if it has other state with so few."""
 _STEPS, _SKIPPED, _LATE = 12, 990, 3
-"""Steps in which the two ways are compared. For the last `_LATE`, counters outside the state are raised by `_SKIPPED`, so that
-what is done at every 10th or 100th step is done too."""
+"""Steps in which ways are compared. For the last `_LATE`, counters outside the state are raised by `_SKIPPED`, so that what is
+done at every 10th or 100th step is done too."""
 
 
-def kind_of(spec: TensorSpec) -> TensorSpec:
-    """Returns all that a parameter's state depends on: shape, type and strides."""
-    return replace(spec, name="", offset=0)
+@dataclass
+class Found:
+    """What trials have found out about an optimizer."""
+
+    states: dict[TensorSpec, State] = field(default_factory=dict)
+    """{kind of parameter: its state}."""
+    classes: Classes = field(default_factory=dict)
+    groups: dict[str, str] = field(default_factory=dict)
+    """{name of a parameter: its group}, for a function that knows names."""
+    counts: bool = False
+    """True if it keeps something in its groups or itself."""
+    joint: bool = False
+    """True if a step depends on all parameters together."""
 
 
-def states_of(name: str, build: Build, parameters: Mapping[str, TensorSpec], *, is_known: bool) -> dict[TensorSpec, State]:
-    """Returns {kind: state} for each kind of these parameters. is_known: True if it keeps nothing beside a state that begins at
-    zero.
+class _Way(Enum):
+    LIVING = auto()
+    """An optimizer that stays."""
+    ZEROS = auto()
+    """One that is made anew for each step, with tensors that began as zeros."""
+    TEXTS = auto()
+    """One that is made anew for each step, with what it has made itself, and the text of plain data."""
 
-    Raises OptionError for one that refuses a kind of parameter, and for one whose state can have no home or is not complete.
+
+def kind_of(spec: TensorSpec, group: str = "") -> TensorSpec:
+    """Returns all that a parameter's state depends on: shape, type, strides, and its group where that depends on its name."""
+    return replace(spec, name=group, offset=0)
+
+
+def groups_of(build: BuildNamed, parameters: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Returns {name: its group's number} of parameters of these names; "" for one that is in no group."""
+    with FakeTensorMode():
+        made = [nn.Parameter(_zeros(spec)) for spec in parameters.values()]
+        groups = build(made, list(parameters)).param_groups
+    places = {id(one): str(number) for number, group in enumerate(groups) for one in group["params"]}
+    return {name: places.get(id(one), "") for name, one in zip(parameters, made, strict=True)}
+
+
+def explore(name: str, build: BuildNamed, wanted: Mapping[TensorSpec, str], found: Found, *, is_known: bool) -> None:
+    """Adds to `found` the state of each kind of parameter. wanted: {kind: name of a parameter of that kind}. is_known: true if
+    it keeps nothing beside a state that begins at zero.
+
+    Raises OptionError for one that refuses a kind of parameter, and for one that knows what can have no home.
     """
-    wanted: dict[TensorSpec, str] = {}
-    for parameter, spec in parameters.items():
-        wanted.setdefault(kind_of(spec), f"{parameter} of shape {spec.shape} ({spec.dtype})")
     with ExitStack() as stack:
         stack.enter_context(without_compiler())
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        found = _laid_out(name, build, wanted)
-        if not is_known and found:
-            _refuse_other_knowledge(name, build, _for_real(name, build, wanted, found))
-    return found
+        trial = _Trial(name, build, found.classes, dict(wanted))
+        laid = trial.laid_out(wanted, 1 if is_known else _STEPS)
+        if is_known or not wanted:
+            found.states.update({kind: state[:-1] for kind, state in laid.items()})
+            return
+        way, joint, counts = trial.way(trial.for_real(wanted, laid))
+        found.states.update({kind: state if way is _Way.TEXTS else state[:-1] for kind, state in laid.items()})
+        found.joint, found.counts = found.joint or joint, found.counts or counts
 
 
-def makes_temporaries(build: Build) -> bool:
-    """True if a step after the first, which makes the state, needs memory of the size of a parameter."""
-    parameter = nn.Parameter(torch.ones(16, 16, dtype=torch.float32, device="cpu"))
-    parameter.grad = torch.ones_like(parameter)
+def temporaries(build: Build) -> int:
+    """Returns the memory that a step after the first, which makes the state, takes beyond it: as a multiple of the parameter's,
+    rounded up."""
+    parameter = nn.Parameter(_numbers(TensorSpec(name="", shape=(64, 64), dtype=torch.float32), torch.Generator()))
+    parameter.grad = parameter.detach() ** 2
     optimizer = build([parameter])
     take_step(optimizer)
-    made = _Made(parameter.numel())
-    with made:
-        take_step(optimizer)
-    return made.any
+    most = 0
+    for _ in range(_STEPS):
+        made = _Made(parameter.numel())
+        with made:
+            take_step(optimizer)
+        most = max(most, made.most)
+    return -(-most // parameter.nbytes)
 
 
 def looks_at_whole(build: Build) -> bool:
@@ -117,93 +166,184 @@ def _without_numbers() -> AbstractContextManager[object]:
     return stack
 
 
-def _laid_out(name: str, build: Build, wanted: Mapping[TensorSpec, str]) -> dict[TensorSpec, State]:
-    """Finds the state of each kind by a step. wanted: {kind: the parameter that errors name}."""
-    try:
-        with _without_numbers():
-            states = _after_a_step(build, list(wanted))
-    except Exception:  # find out which one failed
-        states = [_alone(name, build, kind, parameter) for kind, parameter in wanted.items()]
-    return {kind: _specs(name, parameter, state) for (kind, parameter), state in zip(wanted.items(), states, strict=True)}
+@dataclass(frozen=True)
+class _Trial:
+    """Trial steps of one optimizer."""
 
+    name: str
+    build: BuildNamed
+    classes: Classes
+    names: dict[TensorSpec, str]
+    """{kind: name of a parameter of that kind}."""
 
-def _alone(name: str, build: Build, kind: TensorSpec, parameter: str) -> Mapping[object, object]:
-    """State of a parameter of that kind, with real numbers if fake tensors fail and it is small."""
-    try:
-        with _without_numbers():
-            return _after_a_step(build, [kind])[0]
-    except Exception as error:
-        found = error
-    if prod(kind.shape) <= _MANY:
+    def laid_out(self, wanted: Iterable[TensorSpec], steps: int) -> dict[TensorSpec, State]:
+        """Finds the state of each kind by steps. The text is the last."""
         try:
-            return _after_a_step(build, [kind])[0]
-        except Exception as error:
-            found = error
-    raise OptionError(
-        f"optimizer {name}: a trial step on {parameter} failed: {type(found).__name__}: {found}. Use an optimizer that takes "
-        "it, or freeze it: requires_grad_(False)."
-    ) from found
+            with _without_numbers():
+                states = self._after(steps, list(wanted))
+        except Exception:  # find out which one failed
+            states = [self._alone(steps, kind) for kind in wanted]
+        return dict(zip(wanted, states, strict=True))
 
+    def _said(self, kind: TensorSpec) -> str:
+        return f"{self.names[kind]} of shape {kind.shape} ({kind.dtype})"
 
-def _after_a_step(build: Build, kinds: Sequence[TensorSpec]) -> list[Mapping[object, object]]:
-    """State of one parameter of each kind, all zeros, after a step on gradients of zeros."""
-    parameters = [nn.Parameter(_zeros(kind)) for kind in kinds]
-    optimizer = build(parameters)
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    take_step(optimizer)
-    return [_state(optimizer, parameter) for parameter in parameters]
-
-
-def _state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[object, object]:
-    return {key: value for key, value in optimizer.state[parameter].items() if value is not None}
-
-
-def _specs(name: str, parameter: str, state: Mapping[object, object]) -> State:
-    for key, value in state.items():
-        if not isinstance(key, str) or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            what = f"is {type(value).__name__}, not a tensor"
-        elif type(value) not in (torch.Tensor, nn.Parameter, FakeTensor):
-            what = f"is a tensor of a kind of its own, {type(value).__name__}"
-        elif value.dtype not in DTYPES.values():
-            what = f"is {value.dtype}, which no home has"
-        else:
-            continue
-        raise OptionError(
-            f"optimizer {name}: its state {key!r} of {parameter} {what}, so it has no fixed layout and cannot be kept at home. "
-            + _OTHERS
-        )
-    return tuple(spec_of(str(key), value) for key, value in state.items() if isinstance(value, torch.Tensor))
-
-
-# --- is the state complete? -------------------------------------------------------------------------------------------
-
-
-def _for_real(
-    name: str, build: Build, wanted: Mapping[TensorSpec, str], found: Mapping[TensorSpec, State]
-) -> dict[TensorSpec, State]:
-    """Returns {kind: state} for kinds that are small enough to be tried with real numbers, with state like the large ones."""
-    small = {kind: _smaller(kind) for kind in wanted}
-    states = _laid_out(name, build, {small[kind]: parameter for kind, parameter in wanted.items()})
-    for kind, parameter in wanted.items():
-        if _likened(kind, found[kind]) == _likened(small[kind], states[small[kind]]):
-            continue
-        if prod(kind.shape) > _MANY:
+    def _alone(self, steps: int, kind: TensorSpec) -> State:
+        """State of a parameter of that kind, with real numbers if fake tensors fail and it is small."""
+        error: Exception
+        try:
+            with _without_numbers():
+                return self._after(steps, [kind])[0]
+        except Exception as failed:
+            error = failed
+        if prod(kind.shape) <= _MANY:
+            try:
+                return self._after(steps, [kind])[0]
+            except Exception as failed:
+                error = failed
+        if isinstance(error, NoHomeError):
             raise OptionError(
-                f"optimizer {name}: it keeps other state for {parameter} than for a smaller one, and that is too large to be "
-                f"tried. {_OTHERS}"
+                f"optimizer {self.name}: its state {error}, so it has no fixed layout and cannot be kept at home. It is of "
+                f"{self._said(kind)}. {_OTHERS}"
+            ) from None
+        raise OptionError(
+            f"optimizer {self.name}: a trial step on {self._said(kind)} failed: {type(error).__name__}: {error}. Use an "
+            "optimizer that takes it, or freeze it: requires_grad_(False)."
+        ) from error
+
+    def _after(self, steps: int, kinds: Sequence[TensorSpec]) -> list[State]:
+        """State of one parameter of each kind, all zeros, which appears in steps on gradients of zeros."""
+        parameters = [nn.Parameter(_zeros(kind)) for kind in kinds]
+        optimizer, begun, knowledge = self._begun(parameters, kinds)
+        found: list[dict[str, TensorSpec]] = [{} for _ in kinds]
+        rooms = [0 for _ in kinds]
+        for step in range(steps):
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            if step and step == steps - _LATE:
+                _skip(optimizer, begun)
+            take_step(optimizer)
+            for number, parameter in enumerate(parameters):
+                specs, text = specs_in(knowledge, parameter)
+                for path, spec in specs.items():
+                    if found[number].setdefault(path, spec) != spec:
+                        was = found[number][path].shape
+                        raise NoHomeError(f"{path!r} is of shape {spec.shape} after {step + 1} steps, and was {was}")
+                rooms[number] = max(rooms[number], room_for(text))
+        return [(*specs.values(), text_spec(room)) for specs, room in zip(found, rooms, strict=True)]
+
+    def for_real(self, wanted: Iterable[TensorSpec], found: Mapping[TensorSpec, State]) -> dict[TensorSpec, State]:
+        """Returns {kind: state} for kinds that are small enough for real numbers, with state like the large ones."""
+        small = {kind: _smaller(kind) for kind in wanted}
+        self.names.update({small[kind]: self.names[kind] for kind in wanted})
+        states = {**found, **self.laid_out(dict.fromkeys(kind for kind in small.values() if kind not in found), _STEPS)}
+        for kind in wanted:
+            if _likened(kind, found[kind]) == _likened(small[kind], states[small[kind]]):
+                continue
+            if prod(kind.shape) > _MANY:
+                raise OptionError(
+                    f"optimizer {self.name}: it keeps other state for {self._said(kind)} than for a smaller one, and that is "
+                    f"too large to be tried. {_OTHERS}"
+                )
+            small[kind] = kind
+        return {kind: states[kind] for kind in small.values()}
+
+    def way(self, states: Mapping[TensorSpec, State]) -> tuple[_Way, bool, bool]:
+        """Returns (the first way with the steps of one lasting optimizer, true if it needs all parameters together, true if the
+        optimizer keeps something beside the states)."""
+        kinds = [*states, next(iter(states))]  # two at least: each is to learn as if it were alone
+        before, changed = _generators(), False
+        for _, found in self._steps(kinds, states, _Way.LIVING, together=True):
+            changed = changed or any(more for _, more, _ in found)
+        if _generators() != before:
+            raise OptionError(
+                f"optimizer {self.name}: its steps draw random numbers, from generators that a plain loop's model and data "
+                "draw from too: what comes next depends on all that was drawn before. Use one that draws none."
             )
-        states[kind] = found[kind]
-    return states
+        reasons = []
+        ways = [(_Way.ZEROS, False), (_Way.TEXTS, False), (_Way.TEXTS, True)]
+        for way, together in ways[changed:]:  # zeros alone know nothing of what has changed beside the state
+            try:
+                step = _first_difference(
+                    self._steps(kinds, states, _Way.LIVING, together=True), self._steps(kinds, states, way, together=together)
+                )
+                if step is None:
+                    return way, together, changed
+                reasons.append(f"its step {step} is another one {_ANEW}")
+            except NoHomeError as error:
+                reasons.append(str(error))
+            except Exception as error:
+                reasons.append(f"a trial step failed {_ANEW}: {type(error).__name__}: {error}")
+        raise OptionError(f"optimizer {self.name}: {reasons[-1]}, so it cannot be kept at home. {_OTHERS}")
+
+    def _steps(
+        self, kinds: Sequence[TensorSpec], states: Mapping[TensorSpec, State], way: _Way, *, together: bool
+    ) -> Iterator[Step]:
+        """Parameters and their state after each step: of one optimizer for all (`together`), or of one for each."""
+        numbers = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(_numbers(kind, numbers)) for kind in kinds]
+        slopes = [_numbers(kind, numbers) for kind in kinds]  # gradients that have something in common, as a loss gives them
+        homes = [{spec.name: _zeros(spec) for spec in states[kind]} for kind in kinds]
+        for home in homes if way is _Way.ZEROS else ():
+            del home[TEXT]
+        sets = [[*range(len(kinds))]] if together else [[number] for number in range(len(kinds))]
+        among = [[kinds[number] for number in each] for each in sets]
+        living = [self._begun([parameters[number] for number in each], own) for each, own in zip(sets, among, strict=True)]
+        living = living if way is _Way.LIVING else []
+        for step in range(_STEPS):
+            for number, (kind, parameter) in enumerate(zip(kinds, parameters, strict=True)):
+                parameter.grad = (slopes[number] + _numbers(kind, numbers)) * (0.5 + number % 3)
+            found: list[tuple[str, bool, Mapping[str, torch.Tensor]]] = [("", False, {}) for _ in kinds]
+            for place, each in enumerate(sets):
+                own = [parameters[number] for number in each]
+                optimizer, begun, knowledge = living[place] if living else self._begun(own, among[place])
+                at_home = None if living else AtHome(optimizer, self.classes, learns=True)
+                if at_home is not None:
+                    for number in each:
+                        at_home.take(parameters[number], f"p{number}", homes[number])
+                    at_home.restore()
+                if step == _STEPS - _LATE and way is not _Way.ZEROS:
+                    _skip(optimizer, begun)
+                take_step(optimizer)
+                if at_home is not None:
+                    at_home.settle()
+                    at_home.write()
+                for number in each:
+                    found[number] = _seen(knowledge, parameters[number])
+            yield parameters, found
+
+    def _begun(
+        self, parameters: Sequence[nn.Parameter], kinds: Sequence[TensorSpec]
+    ) -> tuple[torch.optim.Optimizer, Counts, Knowledge]:
+        optimizer = self.build(parameters, [self.names[kind] for kind in kinds])
+        return optimizer, _counts(optimizer), Knowledge(optimizer, self.classes, learns=True)
+
+
+def _seen(knowledge: Knowledge, parameter: nn.Parameter) -> tuple[str, bool, dict[str, torch.Tensor]]:
+    tensors: dict[str, torch.Tensor] = {}
+
+    def keep(path: str, tensor: torch.Tensor) -> list[str]:
+        tensors[path] = tensor
+        return ["t", path]
+
+    found = knowledge.of(parameter, knowledge.common(), keep)
+    text = repr([(sorted(state or "d", key=repr), *rest) for state, *rest in found])
+    return text, any(any(rest) for _, *rest in found), tensors
+
+
+def _generators() -> tuple[object, ...]:
+    """The states of the generators that everything draws from."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), *rest
 
 
 def _likened(kind: TensorSpec, state: State) -> list[tuple[object, ...]]:
-    return [(one.name, one.dtype, one.shape == kind.shape, len(one.shape)) for one in state]
+    return [(one.name, one.dtype, one.shape == kind.shape, len(one.shape)) for one in state if one.name != TEXT]
 
 
 def follows_numbers(kind: TensorSpec, state: State) -> bool:
     """True if the state has only scalars, and tensors of the parameter's shape."""
-    return all(one.shape in ((), kind.shape) for one in state)
+    return all(one.shape in ((), kind.shape) for one in state if one.name != TEXT)
 
 
 def is_alike(states: Mapping[TensorSpec, State]) -> bool:
@@ -225,76 +365,13 @@ def _smaller(kind: TensorSpec) -> TensorSpec:
     return replace(kind, shape=tuple(shape), stride=None if stride is None else tuple(stride))
 
 
-def _refuse_other_knowledge(name: str, build: Build, states: Mapping[TensorSpec, State]) -> None:
-    """Raises OptionError if a parameter's updates depend on more than its gradients and the state that has a home."""
-    kinds = [*states, next(iter(states))]  # two at least: each is to learn as if it were alone
-    try:
-        step = _first_difference(
-            _steps(build, kinds, states=None, together=True), _steps(build, kinds, states=states, together=False)
-        )
-        if step is None:
-            return
-        joint = _first_difference(
-            _steps(build, kinds, states=None, together=True), _steps(build, kinds, states=None, together=False)
-        )
-        started = [key for state in _after_a_step(build, kinds) for key, value in state.items() if _has_begun(key, value)]
-    except Exception as error:
-        raise OptionError(
-            f"optimizer {name}: a trial step failed where it is built anew for each visit of a partition, with the state "
-            f"that it had: {type(error).__name__}: {error}. {_OTHERS}"
-        ) from error
-    if joint is not None:
-        raise OptionError(
-            f"optimizer {name}: its step looks at several parameters together (their norm, or their places in the list?), "
-            "and a partition has its own alone. Clip with --clip-grad-norm, or use an optimizer that takes each by itself."
-        )
-    if started:
-        raise OptionError(f"optimizer {name}: its state {started[0]!r} does not start at zero. {_OTHERS}")
-    raise OptionError(
-        f"optimizer {name}: its step {step} is not a step from a state of zeros, kept while the optimizer is built anew "
-        "for each visit of a partition (it may take a first gradient as it is, as dampening does, start from a copy "
-        f"of the parameter, give its state new tensors, or count in its groups), so it cannot be kept at home. {_OTHERS}"
-    )
-
-
-def _has_begun(key: object, value: object) -> bool:
-    """True if a state is not zero after one step on zeros: a moment still is, and a scalar may only be the step count."""
-    return isinstance(value, torch.Tensor) and bool(value.count_nonzero()) and (value.ndim > 0 or key != "step")
-
-
-def _steps(
-    build: Build, kinds: Sequence[TensorSpec], *, states: Mapping[TensorSpec, State] | None, together: bool
-) -> Iterator[Step]:
-    """Parameters and their state after each step: of one optimizer for all (`together`), or of one for each. With `states`,
-    which begin as zeros, each is built anew for every step."""
-    numbers = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(_numbers(kind, numbers)) for kind in kinds]
-    slopes = [_numbers(kind, numbers) for kind in kinds]  # gradients that have something in common, as a loss gives them
-    kept = [{spec.name: _zeros(spec) for spec in states[kind]} for kind in kinds] if states is not None else None
-    stay = [] if kept is not None else [build(parameters)] if together else [build([one]) for one in parameters]
-    begun, of_each = [_counts(optimizer) for optimizer in stay], stay * len(kinds) if together else stay
-    for step in range(_STEPS):
-        for number, (kind, parameter) in enumerate(zip(kinds, parameters, strict=True)):
-            parameter.grad = (slopes[number] + _numbers(kind, numbers)) * (0.5 + number % 3)
-        if step == _STEPS - _LATE:
-            for optimizer, before in zip(stay, begun, strict=True):
-                _skip(optimizer, before)
-        for optimizer in stay:
-            take_step(optimizer)
-        for parameter, own in zip(parameters, kept, strict=True) if kept is not None else ():
-            anew = build([parameter])
-            anew.state[parameter] = dict(own)
-            take_step(anew)
-        yield parameters, [_state(*pair) for pair in zip(of_each, parameters, strict=True)] if kept is None else [*kept]
-
-
-def _counts(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], dict[str, int]]]:
+def _counts(optimizer: torch.optim.Optimizer) -> Counts:
     """Counters outside the state: dicts of the optimizer with their whole numbers."""
-    places: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
+    places = [place for part in parts_of(optimizer) for place in (*part.param_groups, vars(part))]
     return [(place, {key: value for key, value in place.items() if type(value) is int}) for place in places]
 
 
-def _skip(optimizer: torch.optim.Optimizer, before: list[tuple[dict[str, Any], dict[str, int]]]) -> None:
+def _skip(optimizer: torch.optim.Optimizer, before: Counts) -> None:
     for (place, now), (_, then) in zip(_counts(optimizer), before, strict=True):
         place.update({key: value + _SKIPPED for key, value in now.items() if value != then.get(key)})
 
@@ -303,8 +380,8 @@ def _first_difference(ones: Iterator[Step], others: Iterator[Step]) -> int | Non
     """The first step, from 1 on, after which parameters or their states differ; None if none does."""
     for step, ((mine, state), (theirs, kept)) in enumerate(zip(ones, others, strict=True), 1):
         if not _same(mine, theirs) or any(
-            one.keys() != other.keys() or not _same(list(one.values()), [other[key] for key in one])
-            for one, other in zip(state, kept, strict=True)
+            words != said or one.keys() != other.keys() or not _same(list(one.values()), [other[key] for key in one])
+            for (words, _, one), (said, _, other) in zip(state, kept, strict=True)
         ):
             return step
     return None
@@ -330,18 +407,21 @@ def _numbers(kind: TensorSpec, generator: torch.Generator) -> torch.Tensor:
     return _zeros(kind).copy_(drawn)
 
 
-class _Made(TorchFunctionMode):
-    """A mode that notes in `any` whether an operation makes a new tensor of at least `numbers` numbers."""
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that notes in `most` the most bytes of new tensors, of at least `numbers` numbers, that are there at once."""
 
     def __init__(self, numbers: int) -> None:
-        super().__init__()
-        self._numbers, self.any = numbers, False
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._numbers, self.most, self._alive = numbers, 0, dict[int, tuple[StorageWeakRef, int]]()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "__get__":  # of an attribute, as a gradient
-            return found
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
-        made = (one for one in tree_leaves(found) if isinstance(one, torch.Tensor) and one.numel() >= self._numbers)
-        self.any = self.any or any(one.untyped_storage()._cdata not in given for one in made)
+        found = func(*args, **(kwargs or {}))
+        self._alive = {place: one for place, one in self._alive.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
+        for one in tree_leaves(found):
+            if isinstance(one, torch.Tensor) and one.numel() >= self._numbers:
+                storage = one.untyped_storage()
+                if storage._cdata not in given:
+                    self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+        self.most = max(self.most, sum(nbytes for _, nbytes in self._alive.values()))
         return found

@@ -1,11 +1,13 @@
 """Optimizers, and the state that each keeps for a parameter, found out before there is a parameter.
 
 An optimizer creates its state in its first step, where and when it chooses. Here the state has a home and a layout as weights
-do, so it must be known ahead: a step on tensors of the same shapes shows every tensor that it keeps.
+do, so it must be known ahead: steps on tensors of the same shapes show every tensor that it keeps, and what it keeps beside
+tensors.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,19 +17,21 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from seqpart.device.compiler import without_compiler
+from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import OptionError
+from seqpart.model.optimizer_state import TEXT, AtHome, NoHomeError, Several, empty_allowed, parts_of
 from seqpart.model.optimizer_trials import (
     Build,
-    State,
+    Found,
+    explore,
     follows_numbers,
+    groups_of,
     is_alike,
     kind_of,
     looks_at_whole,
-    makes_temporaries,
-    states_of,
+    temporaries,
 )
-from seqpart.model.scheduler import Scheduler, SchedulerFactory, tune
+from seqpart.model.scheduler import Groups, Scheduler, SchedulerFactory, note_rates, tune
 from seqpart.store.layout import Layout, TensorSpec, spec_of
 
 AVERAGE = "average"
@@ -38,6 +42,8 @@ _KINDS: dict[str, Any] = {
     "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor,
 }  # fmt: skip
 NAMES = tuple(_KINDS)
+UNKNOWN = "?"
+"""Group of a parameter whose group is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,8 @@ class Optimizer:
     """An optimizer: how to build it for some parameters, and the state that it will keep for each of them."""
 
     name: str
-    build: Build
+    function: Build
+    """The user's, whose list of several optimizers is one."""
     options: str = ""
     """Options of its groups, which a resumed run must repeat."""
     tuned: str = ""
@@ -56,14 +63,23 @@ class Optimizer:
     """Decay of the weights' moving average, which is kept beside the state; None: there is none."""
     is_known: bool = False
     """True for an optimizer of torch chosen by name, which needs no trial steps that show whether its state is complete."""
-    states: dict[TensorSpec, State] = field(default_factory=dict, compare=False, repr=False)
-    """{kind of parameter: its state}, for the kinds that it was tried on."""
+    named: bool = False
+    """True if the function takes pairs (name, parameter)."""
+    found: Found = field(default_factory=Found, compare=False, repr=False)
+    """What was found out on the kinds of parameters that it was tried on."""
+
+    def build(self, parameters: Sequence[nn.Parameter], names: Sequence[str] = ()) -> torch.optim.Optimizer:
+        """Builds the optimizer of these parameters. names: theirs in the model; without any, all are called weight."""
+        given: list[Any] = [*parameters]
+        return self.function([*zip(names or ["weight"] * len(given), given, strict=True)] if self.named else given)
 
     @functools.cached_property
-    def fused(self) -> bool:
-        """True if a step needs no temporary the size of a parameter: one fused kernel, or several in place."""
+    def temporaries(self) -> int:
+        """Memory that a step takes, as a multiple of the largest parameter's; 0: one fused kernel, or several in place."""
         with tried(self.name):
-            return bool(self.build([_example()]).defaults.get("fused")) or not makes_temporaries(self.build)
+            if self.build([_example()]).defaults.get("fused") or not (found := temporaries(self.build)):
+                return 0
+        return 2 if self.is_known else max(2, found)
 
     @functools.cached_property
     def whole(self) -> bool:
@@ -74,43 +90,110 @@ class Optimizer:
     @property
     def is_bare(self) -> bool:
         """True if it keeps no state for the parameters that it was tried on."""
-        return not any(self.states.values())
+        return not any(self.found.states.values())
+
+    @property
+    def joint(self) -> bool:
+        """True if a step depends on all parameters together, on those that it was tried on."""
+        return self.found.joint
+
+    @property
+    def counts(self) -> bool:
+        """True if it counts, or keeps anything else, in its groups or itself, and not with each parameter."""
+        return self.found.counts
+
+    @property
+    def begins_itself(self) -> bool:
+        """True if its first step makes its state in new memory; else it begins as zeros, in its home."""
+        return any(spec.name == TEXT for state in self.found.states.values() for spec in state)
+
+    def kind(self, name: str, spec: TensorSpec) -> TensorSpec:
+        """All that a parameter's state depends on. name: in the model, if the function knows names."""
+        return kind_of(spec, self.found.groups.get(name, UNKNOWN) if self.named else "")
 
     def try_on(self, parameters: Mapping[str, TensorSpec]) -> None:
         """Finds the state that it keeps for such parameters. Raises OptionError, naming the first that it cannot train."""
-        if new := {name: spec for name, spec in parameters.items() if kind_of(spec) not in self.states}:
-            self.states.update(states_of(self.name, self.build, new, is_known=self.is_known))
-        if self.average is not None and any(spec.name == AVERAGE for state in self.states.values() for spec in state):
+        if new := {name: spec for name, spec in parameters.items() if self.kind(name, spec) not in self.found.states}:
+            with tried(self.name):
+                if self.named:
+                    self.found.groups |= groups_of(self.build, new)
+                wanted = dict[TensorSpec, str]()
+                for name, spec in new.items():
+                    wanted.setdefault(self.kind(name, spec), name)
+                explore(self.name, self.build, wanted, self.found, is_known=self.is_known)
+        states = self.found.states.values()
+        if self.average is not None and any(spec.name == AVERAGE for state in states for spec in state):
             raise OptionError(f"--ema: optimizer {self.name} keeps a state {AVERAGE!r} of its own. Leave --ema out.")
 
-    def state_layout(self, parameters: Mapping[str, TensorSpec]) -> Layout:
-        """Returns the layout of the state of one block's trainable parameters: `weight.exp_avg`, ..."""
-        self.try_on(parameters)
+    def state_layout(self, parameters: Mapping[str, TensorSpec], named: Callable[[str], str] = str) -> Layout:
+        """Returns the layout of the state of one block's trainable parameters: `weight.exp_avg`, ... named: gives the
+        names that they have in the model."""
+        self.try_on({named(name): spec for name, spec in parameters.items()})
         found = []
         for name, parameter in parameters.items():
-            found += [replace(spec, name=f"{name}.{spec.name}") for spec in self.states[kind_of(parameter)]]
+            state = self.found.states[self.kind(named(name), parameter)]
+            found += [replace(spec, name=f"{name}.{spec.name}") for spec in state]
             found += [replace(parameter, name=f"{name}.{AVERAGE}")] if self.average is not None else []
         return Layout.of(found)
 
-    def adopt(
-        self,
-        optimizer: torch.optim.Optimizer,
-        named: Iterable[tuple[str, nn.Parameter]],
-        views: Mapping[str, torch.Tensor],
-        *,
-        begun: bool = True,
-    ) -> None:
-        """Gives `optimizer` the tensors in `views` as its state, which it updates in place. Their memory keeps its owner.
+    def adopt(self, optimizer: torch.optim.Optimizer) -> "Adopted":
+        """Takes an optimizer that was just built, whose state is to lie in memory of somebody else's."""
+        return Adopted(self, optimizer)
 
-        begun: True if a step was made before, so that the average has values.
-        """
-        named = list(named)
-        for name, parameter in named:
-            state = self.states[kind_of(spec_of(name, parameter))]
-            optimizer.state[parameter] = {spec.name: views[f"{name}.{spec.name}"] for spec in state}
-        if self.average is not None and named:
-            pairs = [(views[f"{name}.{AVERAGE}"], parameter) for name, parameter in named]
-            optimizer.register_step_post_hook(_Averaging(self.average, pairs, begun))
+
+class Adopted:
+    """An optimizer whose state lies in memory that keeps its owner."""
+
+    def __init__(self, choice: Optimizer, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self._choice = optimizer, choice
+        self._state, self._rate = AtHome(optimizer, choice.found.classes), 1.0
+        self._averaging: list[_Averaging] = []
+        note_rates(optimizer)
+
+    def take(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], views: Mapping[str, torch.Tensor],
+        named: Callable[[str], str] = str, *, begun: bool = True,
+    ) -> None:  # fmt: skip
+        """Gives parameters the tensors in `views` as their state. named: see `state_layout`. begun: true if a step was made
+        before, so that the average has values; otherwise all are zeros."""
+        parameters = list(parameters)
+        for name, parameter in parameters:
+            state = self._choice.found.states[self._choice.kind(named(name), spec_of(name, parameter))]
+            self._state.take(parameter, named(name), {spec.name: views[f"{name}.{spec.name}"] for spec in state})
+        if self._choice.average is not None and parameters:
+            pairs = [(views[f"{name}.{AVERAGE}"], parameter) for name, parameter in parameters]
+            self._averaging.append(_Averaging(self._choice.average, pairs, begun))
+
+    def restore(self) -> None:
+        """Once the state has come: gives the optimizer what it knew besides tensors."""
+        self._state.restore()
+
+    def step(self, rate: float | Groups = 1.0) -> None:
+        """Makes a step at `rate` (see `tune`). Raises OptionError for state that the plan has no room for."""
+        if isinstance(rate, tuple) or rate != self._rate:
+            with self._state.tuned():
+                tune(self.optimizer, rate)
+            self._rate = rate if isinstance(rate, float) else 1.0
+        take_step(self.optimizer)
+        with self._told():
+            self._state.settle()
+        for averaging in self._averaging:
+            averaging()
+
+    def write(self) -> None:
+        """Writes what the optimizer knows besides tensors into the views, before these are saved. Raises OptionError."""
+        with self._told():
+            self._state.write()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except NoHomeError as error:
+            raise OptionError(
+                f"optimizer {self._choice.name}: {error}. The trial steps did not show it, so the plan has no room for it. Use "
+                "another optimizer."
+            ) from None
 
 
 @functools.cache
@@ -130,18 +213,18 @@ def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float =
     else:
         keywords |= {"fused": True} | ({"momentum": momentum} if name == "sgd" else {})
     found = describe(name, lambda parameters: _KINDS[name](parameters, **keywords), is_known=True)
-    return replace(found, states=_states_of(name, bool(momentum)))
+    return replace(found, found=_found_of(name, bool(momentum)))
 
 
 @functools.cache
-def _states_of(name: str, momentum: bool) -> dict[TensorSpec, State]:
-    """The dict of states found so far, shared by all learning rates."""
-    return {}
+def _found_of(name: str, momentum: bool) -> Found:
+    """What was found out so far, shared by all learning rates."""
+    return Found()
 
 
 class _Averaging:
-    """A hook after each step that averages parameters as torch.optim.swa_utils.AveragedModel does: after the first step the
-    averages are the parameters themselves."""
+    """Averages parameters after each step as torch.optim.swa_utils.AveragedModel does: after the first step the averages are
+    the parameters themselves."""
 
     def __init__(self, decay: float, pairs: Iterable[tuple[torch.Tensor, nn.Parameter]], begun: bool) -> None:
         self._take, self._begun = get_ema_multi_avg_fn(decay), begun  # type: ignore[no-untyped-call]
@@ -149,7 +232,7 @@ class _Averaging:
         for average, parameter in pairs:
             self._pairs.setdefault(average.dtype, []).append((average, parameter))
 
-    def __call__(self, *_: object) -> None:
+    def __call__(self) -> None:
         for pairs in self._pairs.values():
             averages, parameters = [one for one, _ in pairs], [one.detach() for _, one in pairs]
             if self._begun:
@@ -178,6 +261,16 @@ def refuse_divided(optimizer: Optimizer, divided_by: str) -> None:
         )
 
 
+def refuse_joint(optimizer: Optimizer, methods: Sequence[object]) -> None:
+    """Raises OptionError for an optimizer of all parameters together, unless a method is left that makes one partition."""
+    if not methods:
+        raise OptionError(
+            f"optimizer {optimizer.name}: its step looks at several parameters together (their norm, or their places in the "
+            "list?), and each partition has an optimizer of its own. Give --method full. Elsewhere clip with --clip-grad-norm, "
+            "or use an optimizer that takes each parameter by itself."
+        )
+
+
 def refuse_rateless(optimizer: Optimizer, schedule: str | SchedulerFactory, warmup: int) -> None:
     """Raises OptionError for an optimizer without a learning rate if a schedule would change it."""
     if not optimizer.has_rate and (warmup or schedule != "constant"):
@@ -190,8 +283,15 @@ def refuse_rateless(optimizer: Optimizer, schedule: str | SchedulerFactory, warm
 
 def refuse_unlike_pieces(optimizer: Optimizer, parameters: Mapping[str, TensorSpec], divided_by: str) -> None:
     """Raises OptionError for an optimizer whose state depends on a weight's size. parameters: weights and pieces, all tried."""
-    states = {kind_of(spec): optimizer.states[kind_of(spec)] for spec in parameters.values()}
-    if not (is_alike(states) and all(follows_numbers(*pair) for pair in states.items())):
+    if optimizer.named:
+        raise OptionError(
+            f"optimizer {optimizer.name} chooses by names, and {divided_by} divides weights into rows that have none. Let it "
+            "take parameters alone."
+        )
+    kinds = [optimizer.kind(name, spec) for name, spec in parameters.items()]
+    states = {kind: optimizer.found.states[kind] for kind in kinds}
+    texts = {spec for state in states.values() for spec in state if spec.name == TEXT}
+    if len(texts) > 1 or not (is_alike(states) and all(follows_numbers(*pair) for pair in states.items())):
         raise OptionError(
             f"optimizer {optimizer.name} keeps other state for a whole weight than for pieces of it, and {divided_by} "
             "divides it. Take another."
@@ -199,13 +299,13 @@ def refuse_unlike_pieces(optimizer: Optimizer, parameters: Mapping[str, TensorSp
 
 
 def describe(name: str, build: Build, *, is_known: bool = False) -> Optimizer:
-    """Describes any optimizer that keeps all that it knows in a state that starts at zero. name: the function's, or "".
+    """Describes any optimizer. name: the function's, or "".
 
     Raises OptionError for one that cannot be built. Its state is found when the parameters are known: see `try_on`.
     """
     name = name if name.isidentifier() else ""
     with tried(name or "function"):
-        return _described(name, functools.partial(_without_compiler, build), is_known)
+        return _described(Optimizer(name, functools.partial(_built, build), is_known=is_known, named=_takes_names(build)))
 
 
 @contextmanager
@@ -226,13 +326,13 @@ def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimiz
         return optimizer
     options = Scheduler(schedule, optimizer.build).at(0)
 
-    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        built = optimizer.build(parameters)
+    def function(given: list[Any]) -> torch.optim.Optimizer:
+        built = optimizer.function(given)
         tune(built, options)
         return built
 
     with tried(optimizer.name):
-        found = replace(optimizer, build=build, states={})
+        found = replace(optimizer, function=function, found=Found())
         return found if _state_tensors(found) > _state_tensors(optimizer) else optimizer
 
 
@@ -241,28 +341,41 @@ def _state_tensors(optimizer: Optimizer) -> int:
     return len(optimizer.state_layout({"": spec_of("", _example())}).specs)
 
 
-def _without_compiler(build: Build, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    with without_compiler():
-        return build(parameters)
+def _takes_names(function: Build) -> bool:
+    """True if the function's first parameter is called `named_parameters`: then it gets pairs (name, parameter)."""
+    try:
+        return next(iter(inspect.signature(function).parameters), "") == "named_parameters"
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+
+
+def _built(build: Build, parameters: list[Any]) -> torch.optim.Optimizer:
+    """Returns what `build` makes of these parameters: one optimizer, also where it returns several."""
+    with without_compiler(), empty_allowed():
+        found = build(parameters)
+    if isinstance(found, list | tuple) and found and all(isinstance(one, torch.optim.Optimizer) for one in found):
+        return Several(found)
+    return found
 
 
 def _example() -> nn.Parameter:
     return nn.Parameter(torch.zeros(2, 3, dtype=torch.float32, device="cpu"))
 
 
-def _described(name: str, build: Build, is_known: bool) -> Optimizer:
+def _described(choice: Optimizer) -> Optimizer:
     parameter = _example()
-    optimizer = build([parameter])
+    optimizer = choice.build([parameter])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(
-            f"optimizer: expected a function that returns a torch.optim.Optimizer; found {type(optimizer).__name__}."
+            "optimizer: expected a function that returns a torch.optim.Optimizer, or a list of several; found "
+            f"{type(optimizer).__name__}."
         )
     if any(one is not parameter for group in optimizer.param_groups for one in group["params"]):
         raise OptionError(
             "optimizer: the function is called with the parameters of each partition, and gave the optimizer others. Let it "
             "pass on what it gets: lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if any(isinstance(part, torch.optim.LBFGS) for part in parts_of(optimizer)):
         raise OptionError("optimizer: LBFGS calls the whole model again inside its step, which a partition cannot do.")
     tuned, options = (
         repr(
@@ -273,10 +386,9 @@ def _described(name: str, build: Build, is_known: bool) -> Optimizer:
         )
         for free in (True, False)
     )
-    return Optimizer(
-        name or type(optimizer).__name__, build, options, tuned,
-        has_rate=any("lr" in group for group in optimizer.param_groups), is_known=is_known,
-    )  # fmt: skip
+    names = "+".join(type(part).__name__ for part in parts_of(optimizer) if type(part) is not Several)
+    has_rate = any("lr" in group for group in optimizer.param_groups)
+    return replace(choice, name=choice.name or names, options=options, tuned=tuned, has_rate=has_rate)
 
 
 @dataclass(frozen=True, slots=True)

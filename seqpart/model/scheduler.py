@@ -1,8 +1,8 @@
 """Learning-rate schedulers of torch, and others with its protocol: the options of their optimizer's groups at each update.
 
 A partition's optimizer is built anew at every visit, and a scheduler belongs to one optimizer for good. So it is given one of
-its own, of the same kind, that never learns; it steps once for each update, and the options of its groups are then copied into
-the groups of the partition that learns. They depend on the number of updates done alone: a resumed run steps the scheduler
+its own, of the same kind, that never learns; it steps once for each update, and the options that it has set are then copied
+into the groups of the partition that learns. They depend on the number of updates done alone: a resumed run steps the scheduler
 from the beginning, to the same bits.
 """
 
@@ -46,19 +46,28 @@ class Scheduler:
         while self._done < done:
             take_step(self._optimizer)  # without gradients: schedulers warn where none comes before theirs
             self._look()
-            with _told(f"its step {self._done + 1} failed (does it end before the run's last update?)"), without_compiler():
+            with self._setting(f"its step {self._done + 1} failed (does it end before the run's last update?)"):
                 self._scheduler.step()
             self._done += 1
         self._look()
-        return tuple({name: group[name] for name in self._names} for group in self._optimizer.param_groups)
+        return tuple({name: group[name] for name in self._names if name in group} for group in self._optimizer.param_groups)
+
+    @contextmanager
+    def _setting(self, failed: str) -> Iterator[None]:
+        """A context for the scheduler's work: notes the options that it sets. The optimizer may count in others."""
+        before = [dict(group) for group in self._optimizer.param_groups]
+        with _told(failed), without_compiler():
+            yield
+        for then, group in zip(before, self._optimizer.param_groups, strict=True):
+            self._names |= {name for name, value in group.items() if name != "params" and not _same(value, then.get(name))}
 
     def _look(self) -> None:
         self.sets_momentum = self.sets_momentum or any(group.get("momentum") for group in self._optimizer.param_groups)
 
     def _begin(self) -> None:
         self._done, self._optimizer = 0, self._build([nn.Parameter(torch.zeros(2, 3, dtype=torch.float32))])
-        self._names = [name for name in self._optimizer.param_groups[0] if name != "params"]
-        with _told("it failed"), without_compiler():
+        self._names = {"lr"}
+        with self._setting("it failed"):
             self._scheduler = self._factory(self._optimizer)
         if isinstance(self._scheduler, ReduceLROnPlateau):
             raise OptionError(
@@ -70,6 +79,10 @@ class Scheduler:
                 "--lr-schedule: expected a function from an optimizer to a torch.optim.lr_scheduler; it returned "
                 f"{type(self._scheduler).__name__}."
             )
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other if isinstance(one, torch.Tensor) else one == other
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from seqpart.capture.capture import chain_and_loss, chain_of
 from seqpart.capture.outputs import Outputs
 from seqpart.data.classes import are_mixed, count_classes
-from seqpart.data.labels import loss_for
+from seqpart.data.labels import LossOfSeveral, loss_for
 from seqpart.data.reading import Reading
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
@@ -27,7 +27,7 @@ from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.loss_probe import judging
 from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
-from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_unlike_pieces, scheduled
+from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_joint, refuse_unlike_pieces, scheduled
 from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, reduction_of
 from seqpart.model.scheduler import refuse_unfit
 from seqpart.model.tiling import starts_of
@@ -74,13 +74,7 @@ class Inputs:
             if final_loss == "model":
                 self.chain, final_loss = chain_and_loss(model, *row, train.one_label(), cast)
             else:
-                outputs = (
-                    None
-                    if final_loss is None
-                    else Outputs(
-                        final_loss, train.labels.shape[1:], train.label_type, train.label_form, partial(Device().autocast, cast)
-                    )
-                )
+                outputs = outputs_for(final_loss, train, cast)
                 self.chain = chain_of(model, *row, cast, outputs)
                 final_loss = final_loss if outputs is None else outputs.loss
             self._starts = starts_of(model, len(self.chain))
@@ -270,6 +264,9 @@ class Inputs:
                 optimizer.try_on(every)
                 if divided_by:
                     refuse_unlike_pieces(optimizer, every, divided_by)
+                if optimizer.joint and self.settings.partitions != 1:
+                    self.methods = tuple(method for method in self.methods if not method.cuts)
+                    refuse_joint(optimizer, self.methods)
 
     def _wholes(self, learns: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """The larger parameters that some of `learns` are rows of."""
@@ -421,3 +418,11 @@ class Inputs:
         with judging(name_of(self._final_loss), shape, against, values=False), quiet_log():
             peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype, [labels])
         return max(0, peak - targets), targets
+
+
+def outputs_for(loss: LossFunction | None, train: Split, autocast: torch.dtype | None) -> Outputs | None:
+    """Returns what joins the outputs of a model for a user's loss; None without one."""
+    if loss is None:
+        return None
+    tried = LossOfSeveral(loss, train.label_form) if train.label_form else loss
+    return Outputs(loss, tried, train.labels.shape[1:], train.label_type, partial(Device().autocast, autocast))

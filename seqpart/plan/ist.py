@@ -286,7 +286,7 @@ class SubnetPreparation(Planner):
         return Parting(buffer_bytes(layouts, self.count), tuple(homes))
 
     def _states(self) -> list[Any]:
-        return state_layouts(self.costs_at(self.full_batch), self.possible_optimizers()[0])
+        return state_layouts(self.chain, self.costs_at(self.full_batch), self.possible_optimizers()[0])
 
     def _fitting(
         self, problem: Problem, method: Method, request: PlanRequest, candidate: Candidate

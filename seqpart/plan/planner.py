@@ -84,7 +84,7 @@ class ExecutionPlan:
         for p in sorted(self.at_host):
             part, optimizer = self.plan.partitions[p], self.stages[0].optimizers[p]
             costs, blocks = self.costs[part.first : part.last], self.chain[part.first : part.last]
-            for block, cost, state in zip(blocks, costs, state_layouts(costs, optimizer), strict=True):
+            for block, cost, state in zip(blocks, costs, state_layouts(blocks, costs, optimizer), strict=True):
                 homes |= {block.home: cost.layout.nbytes} | ({block.state_home: state.nbytes} if state.specs else {})
                 homes |= {block.gradient_home: cost.gradient_layout.nbytes} if waits and cost.gradients else {}
         return homes
@@ -96,11 +96,12 @@ class Planner(Inputs):
     def problem(self, request: PlanRequest) -> Problem:
         (count, asked), batch = self.settings.partition_choice(), self.full_batch
         costs = self.costs_at(batch)
-        heaviest = max(self.possible_optimizers(), key=lambda one: sum(state.nbytes for state in state_layouts(costs, one)))
+        laid = [(one, state_layouts(self.chain, costs, one)) for one in self.possible_optimizers()]
+        heaviest, states = max(laid, key=lambda pair: sum(state.nbytes for state in pair[1]))
         return Problem(
             chain=self.chain, method=request.methods[0], machine=self._machine(request, costs), limit=request.limit,
-            costs_at=self.costs_at, counted_at=self.counted_at, states=state_layouts(costs, heaviest), fused=heaviest.fused,
-            loss_of=partial(self.loss_cost, request),
+            costs_at=self.costs_at, counted_at=self.counted_at, states=states,
+            temporaries=heaviest.temporaries, begins=heaviest.begins_itself, loss_of=partial(self.loss_cost, request),
             defers_updates=self._starts is not None or self.settings.clip_grad_norm is not None,
             label_row=self._label_row(), pair_rows=self.rows_per_pass,
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
@@ -312,9 +313,10 @@ class Planner(Inputs):
         for (first, last, _), part, optimizer in zip(candidate.parts, training, optimizers, strict=True):
             rows = min(part.micro_batch, part.rows)
             blocks = self.costs_at(rows)[first:last]
-            states = state_layouts(blocks, optimizer)
+            states = state_layouts(self.chain[first:last], blocks, optimizer)
             *_, cost = prefix_costs(
-                blocks, states, self.loss_cost(request, rows), fused=optimizer.fused, heap_below=self.device.heap_below,
+                blocks, states, self.loss_cost(request, rows), temporaries=optimizer.temporaries,
+                begins=optimizer.begins_itself, heap_below=self.device.heap_below,
                 shares=planning.shares_of(self.epoch_rows, part.batch_size, rows),
             )  # fmt: skip
             found.append(cost)

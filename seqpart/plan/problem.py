@@ -85,7 +85,9 @@ class Problem:
     """Block costs at a micro-batch without what real runs added, which differs from process to process."""
     states: Sequence[Layout]
     loss_of: Callable[[int], LossCost]
-    fused: bool
+    temporaries: int
+    begins: bool
+    """temporaries, begins: see `prefix_costs`."""
     batch_size: int
     """Rows of an update; the largest, where partitions differ in it."""
     the_batch: int | None
@@ -236,8 +238,9 @@ def cost_of(problem: Problem, micro_batch: int, first: int, last: int, *, counte
     if key not in problem.known:
         costs = (problem.counted_at if counted else problem.costs_at)(micro_batch)
         grown = prefix_costs(
-            costs[first:], problem.states[first:], problem.loss_of(micro_batch), fused=problem.fused,
-            heap_below=problem.machine.heap_below, shares=shares_of(problem.train_rows, problem.batch_size, micro_batch),
+            costs[first:], problem.states[first:], problem.loss_of(micro_batch), temporaries=problem.temporaries,
+            begins=problem.begins, heap_below=problem.machine.heap_below,
+            shares=shares_of(problem.train_rows, problem.batch_size, micro_batch),
         )  # fmt: skip
         problem.known[key] = _Grown(grown, first)
     return problem.known[key].until(last)

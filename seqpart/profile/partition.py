@@ -116,12 +116,14 @@ class Parting:
 
 
 def prefix_costs(
-    blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *, fused: bool = True, heap_below: int = 0,
-    shares: Sequence[float] = (1.0,),
+    blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *, temporaries: int = 0, begins: bool = False,
+    heap_below: int = 0, shares: Sequence[float] = (1.0,),
 ) -> Iterator[PartitionCost]:  # fmt: skip
     """Yields the costs of the partitions blocks[:1], blocks[:2], ..., each one block more, in constant time.
 
-    shares: sizes of micro-batches that occur, as fractions of the one that the costs were found for.
+    temporaries: memory of the optimizer's step, as a multiple of the largest parameter's. begins: true if the optimizer makes
+    its state itself in a first step, beside the home that it then goes to. shares: sizes of micro-batches that occur, as
+    fractions of the one that the costs were found for.
     """
     heaps = [0] * len(shares)
     frozen = rewritten = slot = state_slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
@@ -199,7 +201,7 @@ def prefix_costs(
                 forward, alive + loss_peak, max(again, adding_again) + heap
             ),
             inference_peak=own + heap + max(inference, output + loss_peak),
-            update_peak=own + buffers + heap + gradients + (0 if fused else 2 * largest),
+            update_peak=own + buffers + heap + gradients + temporaries * largest + begins * state,
             row_flops=flops // rows,
             parameters=parameters, frozen=frozen, trainable=trainable, writes_late=late,
             forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,
@@ -269,12 +271,13 @@ def passing(blocks: Sequence[BlockCost], last: int) -> tuple[Value, ...]:
     return tuple(value for value in given.values() if value.uses[-1:] > (last,))
 
 
-def state_layouts(costs: Sequence[BlockCost], optimizer: Optimizer | None) -> list[Layout]:
+def state_layouts(blocks: Sequence[Block], costs: Sequence[BlockCost], optimizer: Optimizer | None) -> list[Layout]:
     """Layout of every block's optimizer state; empty ones without an optimizer."""
     if optimizer is None:
         return [Layout(()) for _ in costs]
     return [
-        optimizer.state_layout({spec.name: spec for spec in cost.layout.specs if spec.name in cost.trainable}) for cost in costs
+        optimizer.state_layout({spec.name: spec for spec in cost.layout.specs if spec.name in cost.trainable}, block.exported)
+        for block, cost in zip(blocks, costs, strict=True)
     ]
 
 
@@ -283,9 +286,9 @@ def gradient_layouts(costs: Sequence[BlockCost]) -> list[Layout]:
     return [cost.gradient_layout for cost in costs]
 
 
-def slot_bytes(costs: Sequence[BlockCost], optimizer: Optimizer | None, *, gradients: bool = False) -> int:
-    """Bytes of the slot for a partition of these blocks."""
-    layouts = [*(cost.layout for cost in costs), *state_layouts(costs, optimizer)]
+def slot_bytes(costs: Sequence[BlockCost], states: Sequence[Layout], *, gradients: bool = False) -> int:
+    """Bytes of the slot for a partition of these blocks. states: of their optimizer; none where it is not loaded."""
+    layouts = [*(cost.layout for cost in costs), *states]
     return sum(layout.padded_nbytes for layout in layouts + (gradient_layouts(costs) if gradients else []))
 
 

@@ -17,13 +17,13 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from seqpart.device.compiler import take_step, without_symbols
+from seqpart.device.compiler import without_symbols
 from seqpart.device.device import Device
 from seqpart.methods.ist.statistics import Around, as_it_is
 from seqpart.model.blocks import Block, Tied
-from seqpart.model.optimizers import GradientNorm, Optimizer
+from seqpart.model.optimizers import Adopted, GradientNorm, Optimizer
 from seqpart.model.packs import Pack
-from seqpart.model.scheduler import Groups, note_rates, tune
+from seqpart.model.scheduler import Groups
 from seqpart.model.tensors import attach, detach
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.partition import Flow, borrowed_costs, gradient_layouts, slot_bytes, state_layouts
@@ -54,8 +54,9 @@ class Partition:
         self._borrows, self.lenders = borrows, list[Partition]()
         """Partitions that own tied weights loaded here; loading waits for their last save."""
         self._borrowed = borrowed_costs(blocks, costs) if borrows else {}
-        self._states, self._gradients = state_layouts(costs, optimizer), gradient_layouts(costs)
-        self.optimizer: torch.optim.Optimizer | None = None
+        self._states, self._gradients = state_layouts(blocks, costs, optimizer), gradient_layouts(costs)
+        self._adopted: Adopted | None = None
+        """The optimizer of this visit."""
         self.built: weakref.ref[torch.optim.Optimizer] | None = None
         """Weak reference to the optimizer of the last visit: alive only if somebody else holds it."""
         self.trainable: dict[tuple[int, int], nn.Parameter] = {}
@@ -78,6 +79,10 @@ class Partition:
         self._graphs: dict[int, Graph] = {}
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._adopted.optimizer if self._adopted is not None else None
+
+    @property
     def _weight_bytes(self) -> int:
         return sum(cost.layout.padded_nbytes for cost in self._costs)
 
@@ -86,7 +91,7 @@ class Partition:
         kept = gradients or (to_update and self._waiting is not None)
         borrowed = sum(cost.layout.padded_nbytes for cost in self._borrowed.values())
         own = self._weight_bytes if self.weights_stay else 0
-        return borrowed + slot_bytes(self._costs, self._choice if to_update else None, gradients=kept) - own
+        return borrowed + slot_bytes(self._costs, self._states if to_update else (), gradients=kept) - own
 
     # --- coming ---------------------------------------------------------------------------------------------------
 
@@ -167,14 +172,15 @@ class Partition:
     def _build_optimizer(self) -> None:
         if not self.trainable:
             return
-        self.optimizer = self._choice.build(list(self.trainable.values()))
-        self.built = weakref.ref(self.optimizer)
-        note_rates(self.optimizer)
+        names = {id(p): block.exported(name) for block in self.blocks for name, p in block.module.named_parameters()}
+        in_order = [self.trainable[place] for place in sorted(self.trainable)]
+        self._adopted = self._choice.adopt(self._choice.build(in_order, [names[id(parameter)] for parameter in in_order]))
+        self.built = weakref.ref(self._adopted.optimizer)
         for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[2], strict=True):
             if not (begun := block.state_home in self._store):
                 region.zero_()
             named = [(name, p) for name, p in block.module.named_parameters() if p.requires_grad and name in cost.trainable]
-            self._choice.adopt(self.optimizer, named, layout.views(region), begun=begun)
+            self._adopted.take(named, layout.views(region), block.exported, begun=begun)
 
     def _fetch_gradients(self) -> None:
         if self._waiting is None:
@@ -262,6 +268,11 @@ class Partition:
 
     def finish_state(self) -> None:
         """Makes all work issued from now on wait for the optimizer state."""
+        self._follow_state()
+        if self._adopted is not None:
+            self._adopted.restore()
+
+    def _follow_state(self) -> None:
         self._state.follow()
         self._state = Transfer(self._device)  # nothing to wait for in further steps of this visit
 
@@ -270,11 +281,10 @@ class Partition:
         self.finish_state()
         if clip is not None and self.trainable:
             nn.utils.clip_grads_with_norm_(list(self.trainable.values()), *clip)
-        if self.optimizer is not None:
-            tune(self.optimizer, rate)
-            take_step(self.optimizer)
+        if self._adopted is not None:
+            self._adopted.step(rate)
         self.buffers.forget()
-        self.changed = self.changed or self.optimizer is not None or bool(self._buffered)
+        self.changed = self.changed or self._adopted is not None or bool(self._buffered)
         self.forget_gradients()
 
     def tested(self) -> None:
@@ -319,6 +329,8 @@ class Partition:
         self.unsaved = self.unsaved or self.changed
         items = self._weights_home() if weights and self.unsaved else []
         if self.changed and keep_state and self._to_update:
+            if self._adopted is not None:
+                self._adopted.write()
             items += [
                 (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[2], strict=True) if s.specs
             ]
@@ -352,7 +364,7 @@ class Partition:
         if self._graphs or gradients:  # a later visit makes the update: buffers must not be saved before it
             self.buffers.leave()
         self.buffers.end_visit()
-        self.finish_state()  # also if no optimizer step was made
+        self._follow_state()  # also if no optimizer step was made
         waiting = self._gradients_home() if gradients else Transfer(self._device)
         keep_state = keep_state or self._choice.average is not None  # the moving average is the run's result
         saved = self.save(keep_state=keep_state, again=again, weights=not (self.weights_stay and stay))
@@ -392,7 +404,7 @@ class Partition:
             others = [] if self._borrows else [tie.name for other, tie in self.tied if other is block]
             detach(block.module, [*others, *block.buffers_made])
         self.buffers.forget()
-        self.optimizer, self._slot, self._regions = None, None, []
+        self._adopted, self._slot, self._regions = None, None, []
         self.trainable, self._modules, self.changed = {}, [], False
 
     def release(self) -> None:

@@ -120,10 +120,11 @@ class Pauses:
 
     def __init__(
         self, chain: Sequence[Block], costs: Sequence[BlockCost], optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
-        kept: LoopState,
+        kept: LoopState, counts: Callable[[], bool] = bool,
     ) -> None:  # fmt: skip
-        """optimizers: those of the last visits of partitions that the user's code may still hold."""
-        self._optimizers, self._since, self.replans = optimizers, kept.learns, False
+        """optimizers: those of the last visits of partitions that the user's code may still hold. counts: true once each of
+        several partitions has an optimizer that has counted updates of its own."""
+        self._optimizers, self._since, self._counts, self.replans = optimizers, kept.learns, counts, False
         """replans: true if there may be another plan, with room for more trainable parameters."""
         self._in_parts = isinstance(chain, JointChain)
         self.unplanned: list[str] = []
@@ -207,6 +208,12 @@ class Pauses:
             raise ModelError(
                 "--method ist trains copies of parts of the model, drawn anew in every round: who learns cannot be changed "
                 "while it does. Freeze before the run, or take an exact method."
+            )
+        if (self.changed or unplanned) and self._counts():
+            raise ModelError(
+                "who learns was changed during a run whose optimizer counts updates in its groups. Each partition has one of "
+                "its own, which counts those that it makes, so the numbers would part. Freeze before the run, or give --method "
+                "full."
             )
         if unplanned and self.replans:
             self.changed, self.unplanned = True, unplanned

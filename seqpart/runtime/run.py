@@ -92,7 +92,7 @@ class Run:
         self.reader_thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
         kept = before.loop if before is not None else LoopState()
-        self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept)
+        self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_apart)
         self.watch = Watch(self._observer, self._settings, sampler, kept, self.pauses.pause)
         self.heard = self.watch.heard(len(prepared.plan.partitions))
         self.homes = WeightStore(planner, prepared, self.places.scratch, reporter, self._told, stack)
@@ -109,6 +109,11 @@ class Run:
             optimizer = partition.built() if partition.built is not None else None
             if optimizer is not None:
                 yield optimizer
+
+    def _counts_apart(self) -> bool:
+        """True if optimizers of several partitions have counted updates, each its own."""
+        several = len(self._partitions) > 1 and any(one.counts for one in self.prepared.stages[0].optimizers)
+        return several and (self._resumed is not None or any(partition.built is not None for partition in self._partitions))
 
     @property
     def averages(self) -> bool:
@@ -307,7 +312,8 @@ class Run:
         if not isinstance(prepared.chain, JointChain):
             return None
         return Parting(
-            prepared.chain, [cost.layout for cost in prepared.costs], state_layouts(prepared.costs, stage.optimizers[-1]),
+            prepared.chain, [cost.layout for cost in prepared.costs],
+            state_layouts(prepared.chain, prepared.costs, stage.optimizers[-1]),
             [(part.first, part.last) for part in prepared.plan.partitions], self.homes.store,
             keeps_moments=self._settings.subnet_moments != "zero",
         )  # fmt: skip

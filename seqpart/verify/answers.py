@@ -9,6 +9,7 @@ from typing import NamedTuple, Self
 import torch
 import xxhash
 
+from seqpart.model.optimizer_state import tensors_in
 from seqpart.model.packs import DEVICE, Tiers, tier_at, tiers_of
 from seqpart.plan.plan import KEPT, RECOMPUTED, Plan
 from seqpart.runtime.executor import Executor
@@ -167,14 +168,13 @@ class Digests:
 
     def before_update(self, partition: Partition, step: Step) -> None:
         update = self._updates[step.partition] = self._updates.get(step.partition, self._begun - 1) + 1
-        state = partition.optimizer.state if partition.optimizer is not None else {}
         for block in partition.blocks:
             for name, parameter in block.own(dict(block.module.named_parameters())).items():
                 own = f"{block.name}.{name}"
                 self.see(Key(update, VALUE, block.number, own), parameter)
                 if parameter.requires_grad:
                     self.see(Key(update, GRADIENT, -block.number, own), parameter.grad)
-                for part, value in state.get(parameter, {}).items():
+                for part, value in () if partition.optimizer is None else tensors_in(partition.optimizer, parameter):
                     self.see(Key(update, STATE, block.number, f"{own}.{part}"), value)
             for name, buffer in block.module.named_buffers():
                 self.see(Key(update, BUFFER, block.number, f"{block.name}.{name}"), buffer)

@@ -16,7 +16,6 @@ from torch import nn
 from seqpart.capture.capture import judged_output, run_on_rows
 from seqpart.data.reader import Batch, open_reader
 from seqpart.data.splits import Split
-from seqpart.device.compiler import take_step
 from seqpart.device.pages import aligned
 from seqpart.device.sampler import Sampler
 from seqpart.device.usage import MemoryUsage
@@ -26,7 +25,6 @@ from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss, TrueLoss
 from seqpart.model.blocks import Block
 from seqpart.model.reductions import LossValue
-from seqpart.model.scheduler import note_rates, tune
 from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.plan.problem import starts_of
@@ -236,8 +234,11 @@ def train_plainly(session: Run, model: object, updates: int) -> dict[tuple[int, 
         parameter.requires_grad_(id(parameter) in learning)
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     stage, settings = session.prepared.stages[0], session.settings
-    optimizer, rate = stage.optimizers[-1].build(trained), session.rate_of(stage)
-    note_rates(optimizer)
+    choice, rate = stage.optimizers[-1], session.rate_of(stage)
+    names = {
+        id(tensor): block.exported(name) for block in session.prepared.chain for name, tensor in tensors[block.number].items()
+    }
+    adopted = choice.adopt(choice.build(trained, [names[id(parameter)] for parameter in trained]))
     judge = session.prepared.loss(0)
     assert judge is not None
     left = updates
@@ -251,9 +252,8 @@ def train_plainly(session: Run, model: object, updates: int) -> dict[tuple[int, 
                     parameter.grad.mul_(scale)
             if settings.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(plain.parameters(), settings.clip_grad_norm)
-            tune(optimizer, rate(phase, number))
-            take_step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
+            adopted.step(rate(phase, number))
+            adopted.optimizer.zero_grad(set_to_none=True)
             left -= 1
             if not left:
                 break

@@ -124,7 +124,7 @@ def test_a_kept_graph_holds_what_layers_that_learn_took_at_every_cut(frozen):
     costs = measure_chain(chain, (6,), BATCH)
     first_frozen = frozen == set(range(len(frozen)))
     for first in range(6):
-        found = list(prefix_costs(costs[first:], state_layouts(costs[first:], None), lambda _: (0, 0)))
+        found = list(prefix_costs(costs[first:], state_layouts((), costs[first:], None), lambda _: (0, 0)))
         for last, cost in enumerate(found, first):
             taken = sum(4 * BATCH * WIDTH for number in range(first + 1, last + 1) if number not in frozen)
             assert cost.kept == taken if first_frozen else cost.kept >= taken, (first, last)

@@ -103,11 +103,6 @@ def by_name(output, labels):
     return F.cross_entropy(output["out"], labels) + 0.5 * F.cross_entropy(output["aux"], labels)
 
 
-def taken_apart(output, labels):
-    out, aux = output.chunk(2, 1)
-    return F.cross_entropy(out, labels) + 0.5 * F.cross_entropy(aux, labels)
-
-
 def fitted(model, loss, place):
     return Trainer(model, loss, mem_limit="2GB", method="full", batch_size=8, quiet=True, output_dir=place).fit(ROWS)
 

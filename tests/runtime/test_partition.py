@@ -48,7 +48,7 @@ class Home:
         self.chain, self.store = as_chain(model), Store(folder, self.device, host_pool)
         self.costs = measure_chain(self.chain, shape, 4)
         self.partition = Partition(0, self.chain, self.costs, self.store, self.device, optimizer=choice, seed=SEED)
-        self.slot = self.device.empty(slot_bytes(self.costs, choice, gradients=True))
+        self.slot = self.device.empty(slot_bytes(self.costs, state_layouts(self.chain, self.costs, choice), gradients=True))
         for block, cost in zip(self.chain, self.costs, strict=True):
             flat = aligned(cost.layout.padded_nbytes)
             tensors = tensors_of(block.build(self.device, SEED))
@@ -220,7 +220,7 @@ def test_an_update_frees_the_gradients(home):
 
 
 def test_frozen_parameters_are_not_trained_and_have_no_state(home):
-    assert not any("3.bias" in spec.name for spec in state_layouts(home.costs, CHOICES["adam"])[3].specs)
+    assert not any("3.bias" in spec.name for spec in state_layouts(home.chain, home.costs, CHOICES["adam"])[3].specs)
     before = home.tensors()["3.bias"].clone()
     train_visits(home, batches(2))
     assert torch.equal(home.tensors()["3.bias"], before)
@@ -287,11 +287,11 @@ def test_a_loaded_module_lies_in_the_slot_and_an_emptied_one_holds_nothing(home)
 def test_the_slot_is_filled_from_end_to_end_and_no_further(tmp_path):
     home = Home(tmp_path, network())
     home.load()
-    states = state_layouts(home.costs, CHOICES["adam"])
+    states = state_layouts(home.chain, home.costs, CHOICES["adam"])
     rooms = [cost.layout.padded_nbytes for cost in home.costs]
-    assert slot_bytes(home.costs, None) == home.partition.needs(to_update=False, gradients=False) == sum(rooms)
+    assert slot_bytes(home.costs, []) == home.partition.needs(to_update=False, gradients=False) == sum(rooms)
     rooms += [layout.padded_nbytes for layout in states]
-    assert slot_bytes(home.costs, CHOICES["adam"]) == home.partition.needs(to_update=True, gradients=False) == sum(rooms)
+    assert slot_bytes(home.costs, states) == home.partition.needs(to_update=True, gradients=False) == sum(rooms)
     rooms += [layout.padded_nbytes for layout in gradient_layouts(home.costs)]
     assert len(home.slot) == home.partition.needs(to_update=True, gradients=True) == sum(rooms)
     home.drop()

@@ -17,6 +17,7 @@ import torch
 from seqpart.device.pages import PAGE, aligned_bytes
 from seqpart.methods.ist.narrow import NEURONS, Cut, Ints
 from seqpart.methods.ist.parts import JointChain
+from seqpart.model.optimizer_state import TEXT
 from seqpart.store.layout import Layout, TensorSpec
 from seqpart.store.store import Store
 from seqpart.store.streams import Sink, Source
@@ -279,7 +280,7 @@ class Parting:
         return lambda name: self._parts.cuts[number].get(name, Cut())
 
     def _cut_of_state(self, number: int, name: str) -> Cut:
-        """Returns the cut of an optimizer tensor: its parameter's for a moment; none for a step count, which is a scalar."""
-        parameter, _, _ = name.rpartition(".")
+        """Returns the cut of an optimizer tensor: its parameter's for a moment, none for a step count or for plain data."""
+        parameter, _, part = name.rpartition(".")
         spec = next(spec for spec in self._states[number].specs if spec.name == name)
-        return self._parts.cuts[number].get(parameter, Cut()) if spec.shape else Cut()
+        return self._parts.cuts[number].get(parameter, Cut()) if spec.shape and part != TEXT else Cut()

@@ -1,0 +1,34 @@
+"""tools/write_optimizers.py: the table of docs/optimizers.md says what is so."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pytorch_optimizer")
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import write_optimizers
+
+LINES = write_optimizers.TARGET.read_text().partition(write_optimizers.MARKS[0])[2].partition(write_optimizers.MARKS[1])[0]
+TABLE = {name: tuple(rest) for name, *rest in re.findall(r"^\| `(.+?)` \| (.*?) \| (.+) \|$", LINES, re.MULTILINE)}
+KINDS = dict(write_optimizers.kinds())
+
+
+def test_no_optimizer_of_the_table_differs_from_a_plain_loop():
+    assert len(TABLE) > 120
+    assert [name for name, (_, words) in TABLE.items() if "same bits" not in words and "refused" not in words] == []
+    assert sum("streamed: same bits" in words for _, words in TABLE.values()) >= 100
+
+
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize("name", ["torch.optim.NAdam", "pytorch_optimizer.ScheduleFreeSGD", "pytorch_optimizer.Prodigy"])
+def test_the_table_says_what_a_run_finds(name):
+    assert write_optimizers.verdict(write_optimizers.built_of(KINDS[name])) == TABLE[name]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table_says_what_each_run_finds(name):
+    assert write_optimizers.verdict(write_optimizers.built_of(KINDS[name])) == TABLE[name]
