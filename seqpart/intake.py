@@ -15,6 +15,7 @@ from seqpart.data.padding import Padding, padded
 from seqpart.data.reader import WINDOW
 from seqpart.data.source import Source
 from seqpart.data.splits import Split, as_pair, as_split, first_rows, is_pair
+from seqpart.data.unlabelled import is_bare, with_zeros
 from seqpart.errors import DataError
 from seqpart.fields import values_of
 from seqpart.settings import Settings
@@ -23,13 +24,20 @@ from seqpart.store.row_file import RowLayout
 C = TypeVar("C", bound=Settings)
 
 
-def rows_of(train: object, test: object, settings: C, padding: Padding | None = None) -> tuple[Split, Split, C]:
+def rows_of(
+    train: object, test: object, settings: C, padding: Padding | None = None, *, labelled: bool = True
+) -> tuple[Split, Split, C]:
     """Returns the training rows, the test rows, and the settings with the batch size and order of a loader.
 
-    train, test: pairs (x, y), data sets, streams or loaders; test may be None. Raises DataError, and OptionError for settings
-    that these rows contradict.
+    train, test: pairs (x, y), data sets, streams or loaders; test may be None. labelled: False if the loss needs no labels: x
+    alone may be given too. Raises DataError, and OptionError for settings that these rows contradict.
     """
-    _refuse_labels_as_test(train, test)
+    if labelled:
+        _refuse_labels_as_test(train, test)
+    elif is_bare(train) or is_bare(test):
+        train, test = with_zeros(train), with_zeros(test)
+        rows, tests, settings = rows_of(train, test, settings, padding)
+        return replace(rows, labelled=False), replace(tests, labelled=False), settings
     padding, method = for_data(padding, (train, test)), settings.methods[0]
     rows = training_rows(train, settings, padding=padding, whole=method.alone)
     if isinstance(rows.source, Source):
@@ -38,13 +46,17 @@ def rows_of(train: object, test: object, settings: C, padding: Padding | None = 
     return rows, test_rows(test, rows, settings, padding, whole=settings.tests_in_turn), settings
 
 
-def rows_to_evaluate(data: object, settings: Settings, padding: Padding | None = None) -> Split:
+def rows_to_evaluate(data: object, settings: Settings, padding: Padding | None = None, *, labelled: bool = True) -> Split:
     """Returns the rows of an evaluation, with all their labels."""
-    return training_rows(data, settings, "evaluation", for_data(padding, (data,)), whole=True)
+    bare = not labelled and is_bare(data)
+    data = with_zeros(data) if bare else data
+    found = training_rows(data, settings, "evaluation", for_data(padding, (data,)), whole=True)
+    return replace(found, labelled=not bare)
 
 
-def kept_rows(data: object, settings: Settings, padding: Padding | None) -> Split:
+def kept_rows(data: object, settings: Settings, padding: Padding | None, *, labelled: bool = True) -> Split:
     """Returns the rows of an evaluation within a session, with one draw of each row kept. padding: with its length."""
+    data = data if labelled else with_zeros(data)
     return training_rows(data, replace(settings, cache="rows"), "evaluation", padding, whole=True)
 
 
@@ -56,29 +68,34 @@ def tested_on_first(train: Split, count: int) -> Split:
     return replace(rows, source=replace(source, name="test", count=rows.count, rows=rows.count, goes_on=source.streams))
 
 
-def batch_rows(batch: object, name: str = "the batch", padding: Padding | None = None, form: Form = ()) -> Split:
+def batch_rows(
+    batch: object, name: str = "the batch", padding: Padding | None = None, form: Form = (), *, labelled: bool = True
+) -> Split:  # fmt: skip
     """Returns the rows of one batch: (x, y), several tensors with the labels last, or a dict with `labels`. Raises DataError.
 
-    form: the form of the example's rows.
+    form: the form of the example's rows. labelled: False if they have no labels.
     """
-    batch = as_pair(batch, name)
+    batch = as_pair(batch if labelled else with_zeros(batch), name)
     if is_pair(batch):
         batch = batch if padding is None else padding.of_batch(batch, name)
         batch = in_order(batch[0], form), batch[1]
     return as_split(padded(batch, name, padding) if not isinstance(batch, tuple) else batch, name)
 
 
-def largest_batch(example: object, settings: Settings, padding: Padding | None = None) -> Split:
+def largest_batch(
+    example: object, settings: Settings, padding: Padding | None = None, *, labelled: bool = True
+) -> Split:  # fmt: skip
     """Returns the first rows of a session's example, as many as a batch may have. Raises DataError if it has fewer."""
     (batch_size,), said = values_of(settings.batch_size), "the example"
-    example = as_pair(example, said)
+    bare = not labelled and is_bare(example)
+    example = as_pair(with_zeros(example) if bare else example, said)
     split = batch_rows(example, said, padding) if is_pair(example) else first_batch(example, settings, said, padding)
     if split.count < batch_size:
         raise DataError(
             f"the example has {split.count} rows, and a batch may have {batch_size}. Give --batch-size {split.count}, or an "
             "example with more."
         )
-    return first_rows(split, batch_size)
+    return replace(first_rows(split, batch_size), labelled=not bare)
 
 
 def rows_of_a_window(example: Split) -> Split:

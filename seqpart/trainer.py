@@ -20,6 +20,7 @@ from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
 from seqpart.data.reading import with_fewer_workers
 from seqpart.data.splits import Split, first_rows
+from seqpart.data.unlabelled import WithoutLabels, needs_labels
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
 from seqpart.device.sampler import Proof, Sampler
@@ -115,6 +116,9 @@ class Trainer:
             refuse_rateless(self._optimizer, settings.lr_schedule, settings.warmup_updates)
         if loss is not None and settings.loss is not None:
             raise OptionError(f"loss: settings name one, {settings.loss}, and another was given. Leave one out.")
+        self._labelled = needs_labels(loss)
+        """False if data may come without labels."""
+        loss = loss if self._labelled or loss == "model" else WithoutLabels(loss)
         self.model, self._loss, self._quiet, self._padding = model, loss, quiet, as_padding(padding)
         self.device = open_device(settings.device)
         if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time
@@ -166,7 +170,7 @@ class Trainer:
         """Returns the training and test rows; the settings take their loader's batch size and order."""
         with translate_oom(self.device, "the data were looked at"):
             asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
-            rows, tests, self.settings = rows_of(train, test, asked, self._padding)
+            rows, tests, self.settings = rows_of(train, test, asked, self._padding, labelled=self._labelled)
             self._asked = self.settings, asked
             return rows, tests
 
@@ -312,7 +316,7 @@ class Trainer:
 
         Raises what `fit` raises.
         """
-        split = rows_to_evaluate(data, self.settings, self._padding)
+        split = rows_to_evaluate(data, self.settings, self._padding, labelled=self._labelled)
         return self._evaluated(f"evaluation of {split.count} rows", split, weights, compute_metrics)
 
     def _evaluated(
@@ -360,7 +364,7 @@ class Trainer:
             folder = stack.enter_context(own_folder(self.scratch_parent, "session-"))
             settings, reporter = loop_settings(self.settings, folder), Reporter(quiet=self._quiet)
             padding = for_data(self._padding, (example,))
-            rows = largest_batch(example, settings, padding)
+            rows = largest_batch(example, settings, padding, labelled=self._labelled)
             opening = ExitStack()
             sampler = self._begun(stack, reporter, opening)
 

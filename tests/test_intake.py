@@ -1,11 +1,14 @@
 """Data of every kind comes in by one way: `fit`, `plan`, `evaluate`, sessions and `verify` take the same."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from seqpart import Trainer
+from seqpart.errors import DataError
 from seqpart.verify import verify
 
 ROWS, BATCH = 48, 16
@@ -99,3 +102,67 @@ def test_the_example_of_a_session_is_a_whole_batch_where_rows_are_read_in_pieces
     monkeypatch.setattr("seqpart.data.source.PIECE_ROWS", 8)
     with trainer(tmp_path).session(data) as session:
         assert session.step((X[:BATCH], Y[:BATCH])) > 0
+
+
+def spread_out(output):
+    """A loss without labels."""
+    return (output.mean(0).square() + (1 - output.var(0)).square()).sum()
+
+
+BARE = {
+    "a tensor": lambda: X,
+    "an array": lambda: X.numpy(),
+    "a data set": lambda: TensorDataset(X),
+    "items": lambda: list(X),
+    "a loader": lambda: DataLoader(TensorDataset(X), batch_size=BATCH),
+    "a loader of its own batches": lambda: DataLoader(list(X), batch_size=BATCH, collate_fn=torch.stack),
+    "a dict": lambda: {"x": X},
+}
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_data_without_labels_train_by_a_loss_of_the_output_alone(kind, tmp_path):
+    torch.manual_seed(0)
+    model = Net()
+    expected = copy.deepcopy(model)
+    given = {"mem_limit": "3GB", "method": "streamed", "batch_size": BATCH, "micro_batch_size": BATCH, "partitions": 2}
+    given |= {"optimizer": "sgd", "lr": 0.1, "offload_dir": tmp_path, "quiet": True}
+    asked = Trainer(model, spread_out, epochs=1, shuffle=False, **given)
+    result = asked.fit(BARE[kind](), BARE[kind]())
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, fused=True)
+    for rows in X.split(BATCH):
+        optimizer.zero_grad()
+        spread_out(expected(rows)).backward()
+        optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+    assert result.accuracy is None
+    assert asked.evaluate(BARE[kind]()).loss == pytest.approx(float(result.test_loss))
+    with Trainer(Net(), spread_out, **given).session(BARE[kind]()) as session:
+        assert session.step({"x": X[:BATCH]} if kind == "a dict" else X[:BATCH]) > 0
+
+
+class Masked(Net):
+    """Computes its own loss, and takes no labels, as masked autoencoders do."""
+
+    def forward(self, x):
+        found = self.last(self.first(x).relu())
+        return {"loss": (found - x[:, :4]).square().mean(), "logits": found}
+
+
+def test_a_model_that_computes_its_own_loss_may_need_no_labels(tmp_path):
+    torch.manual_seed(0)
+    model = Masked()
+    expected = copy.deepcopy(model)
+    given = {"mem_limit": "3GB", "method": "streamed", "batch_size": BATCH, "partitions": 2, "quiet": True, "shuffle": False}
+    Trainer(model, "model", optimizer="sgd", lr=0.1, offload_dir=tmp_path, epochs=1, **given).fit(X, X)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, fused=True)
+    for rows in X.split(BATCH):
+        optimizer.zero_grad()
+        expected(rows)["loss"].backward()
+        optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_loss_that_takes_labels_is_told_where_there_are_none(tmp_path):
+    with pytest.raises(DataError, match=r"Tensor alone, .*or a loss of what the model returns alone"):
+        Trainer(Net(), nn.MSELoss(), mem_limit="3GB", method="full", quiet=True).plan(X)

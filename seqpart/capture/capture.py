@@ -75,17 +75,21 @@ def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
 
 
 def chain_and_loss(
-    model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor,
+    model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor | None,
     autocast: torch.dtype | None = None,
 ) -> tuple[Chain, LossFunction]:  # fmt: skip
     """Returns the model as a chain, and the loss that it computes itself when it gets labels (rows, ...) such as these.
+
+    labels: None if it needs none.
 
     Raises ModelError if it computes none, or one that needs more than its output and the labels.
     """
     if not _has_a_forward(model):
         raise ModelError('loss="model": a list of blocks computes no loss. Give an nn.Module that does, or a function.')
     inputs = {one.name for one in form} | {getattr(model, "main_input_name", None)}
-    given = Labels(name_of_labels(model, inputs), tuple(labels.shape[1:]), label_dtype(labels))
+    given = Labels("", (), torch.int64)
+    if labels is not None:
+        given = Labels(name_of_labels(model, inputs), tuple(labels.shape[1:]), label_dtype(labels))
     outputs = Outputs(None, None, given.shape, given.dtype, nullcontext)
     chain, program = _traced(model, shape, dtype, form, given, autocast, outputs)
     assert program.loss is not None
@@ -178,7 +182,8 @@ def _recorded(
         model.train(training)
         rows = torch.zeros(shape, dtype=dtype)
         paths, names = {m: path for path, m in model.named_modules()}, {id(f): n for n, f in fakes.items()}
-        named = {} if labels is None else {labels.name: torch.zeros((shape[0], *labels.shape), dtype=labels.dtype)}
+        own_labels = [] if labels is None else [torch.zeros((shape[0], *labels.shape), dtype=labels.dtype)]
+        named = {labels.name: own_labels[0]} if labels is not None and labels.name else {}
         stack.enter_context(extremes(largest=shape[0] != _ROWS))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False))
@@ -189,7 +194,7 @@ def _recorded(
         def ran(*, again: bool = False) -> tuple[Recorder, Any]:
             recorder = Recorder(blocks, paths, names, autocast, largest=shape[0] != _ROWS, again=again)
             assert recorder.number(rows) == ROWS
-            assert [recorder.number(tensor) for tensor in named.values()] in ([], [LABELS])
+            assert [recorder.number(tensor) for tensor in own_labels] in ([], [LABELS])
             return recorder, _recorded_by(recorder, lambda: run_on_rows(model, rows, form, named))
 
         recorder, found = ran()

@@ -32,7 +32,8 @@ def as_pair(data: object, said: str) -> object:
     if isinstance(data, torch.Tensor | np.ndarray):
         raise DataError(
             f"{said}: expected a pair (x, y) of rows and labels; found a {type(data).__name__} alone, of shape "
-            f"{tuple(data.shape)}. Give (x, y), or (x, x) where rows are to come out as they went in."
+            f"{tuple(data.shape)}. Give (x, y), (x, x) where rows are to come out as they went in, or a loss of what the model "
+            "returns alone: Trainer(model, lambda output: ...)."
         )
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, list) for part in data) and len(data[0]) > 2:
         raise DataError(
@@ -152,6 +153,8 @@ class Split:
     """Reads its rows whenever they are needed, without keeping any; None: they are read once and kept."""
     kept: torch.dtype | None = None
     """The type in which rows are kept or transferred, if it is a smaller one; None: `dtype`."""
+    labelled: bool = True
+    """False if no row has a label: they are zeros, which no loss gets."""
     padded: str = ""
     """The padding of rows that are read anew; "": none."""
     some: Callable[[], Iterable[torch.Tensor]] | None = None

@@ -72,7 +72,7 @@ class Inputs:
             undo.callback(meta.give_back)
             row, cast = (train.shape, train.dtype, train.form), settings.autocast
             if final_loss == "model":
-                self.chain, final_loss = chain_and_loss(model, *row, train.one_label(), cast)
+                self.chain, final_loss = chain_and_loss(model, *row, train.one_label() if train.labelled else None, cast)
             else:
                 outputs = outputs_for(final_loss, train, cast)
                 self.chain = chain_of(model, *row, cast, outputs)

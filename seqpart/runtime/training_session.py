@@ -181,7 +181,7 @@ class TrainingSession:
         loss before the update: the mean over the rows, or over what the loss counted of them. It takes no other arguments."""
         if others:
             raise DataError("step: expected one batch; found several arguments. Give x and y as one: step((x, y)).")
-        split = batch_rows(batch, padding=self._padding, form=self._example.form)
+        split = batch_rows(batch, padding=self._padding, form=self._example.form, labelled=self._example.labelled)
         self._refuse_unlike(split)
         if split.count > self._example.count:
             raise DataError(
@@ -238,7 +238,7 @@ class TrainingSession:
         """Returns loss and accuracy of the current model on `data`, as `Trainer.evaluate` does. Rows are kept: a loader is
         iterated once."""
         session = self._session
-        split = kept_rows(data, self._settings, self._padding)
+        split = kept_rows(data, self._settings, self._padding, labelled=self._example.labelled)
         self._refuse_unlike(split)
         with self._working():
             self._bring_home()

@@ -1,0 +1,126 @@
+"""Data without labels, for a loss of what the model returns alone, or one that the model computes itself.
+
+Below this module every row has a label: a zero, which no loss gets.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from seqpart.data.splits import Split, is_pair
+
+
+def is_bare(data: object) -> bool:
+    """True if data, or the first item of a data set or loader, has no labels: a tensor, or a dict
+    without them."""
+    if isinstance(data, torch.Tensor | np.ndarray):
+        return True
+    if isinstance(data, Mapping):
+        return not {"label", "labels", "train"} & set(data)
+    if data is None or isinstance(data, Split | str | tuple) or is_pair(data):
+        return False
+    item = _first_item(data.dataset if isinstance(data, DataLoader) else data)
+    return (isinstance(item, torch.Tensor | np.ndarray | Mapping) and is_bare(item)) or _is_alone(item)
+
+
+def with_zeros(data: Any) -> Any:
+    """Returns data with a 0 as the label of each row; data that have labels are unchanged."""
+    if not is_bare(data):
+        return data
+    if isinstance(data, torch.Tensor | np.ndarray):
+        return data, np.zeros(len(data), np.int64)
+    if isinstance(data, Mapping):
+        return dict(data), np.zeros(len(next(iter(data.values()))), np.int64)
+    if not isinstance(data, DataLoader):
+        return (_Items if hasattr(data, "__getitem__") else _Stream)(data)
+    loader, collate = copy.copy(data), data.collate_fn
+    streams = isinstance(data.dataset, IterableDataset)
+    object.__setattr__(loader, "dataset", (_Stream if streams else _Items)(data.dataset))
+    if collate is not default_collate:
+        object.__setattr__(loader, "collate_fn", _Collated(collate))
+    return loader
+
+
+def _is_alone(item: object) -> bool:
+    return isinstance(item, tuple | list) and len(item) == 1
+
+
+def _first_item(items: Any) -> Any:
+    try:
+        return items[0] if hasattr(items, "__getitem__") else next(iter(items), None) if iter(items) is not items else None
+    except Exception:  # it is read again, and its error told, where its rows are
+        return None
+
+
+def _with_zero(item: Any) -> tuple[Any, int]:
+    return (item[0] if _is_alone(item) else item), 0
+
+
+class _Items:
+    """A data set without labels, with a 0 for each item."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return _with_zero(self._items[index])
+
+
+class _Stream(IterableDataset[Any]):
+    """A stream without labels, with a 0 for each item."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+        if hasattr(items, "__len__"):
+            self.__len__ = items.__len__
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        return map(_with_zero, self._items)
+
+
+@dataclass(frozen=True, slots=True)
+class _Collated:
+    """A collate_fn of items without labels."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, items: list[Any]) -> Any:
+        return self.collate([x for x, _ in items]), torch.zeros(len(items), dtype=torch.int64)
+
+
+class WithoutLabels:
+    """A loss (what the model returns) -> loss as one that gets labels too, and leaves them out."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+        self.__qualname__ = getattr(loss, "__qualname__", type(loss).__qualname__)
+
+    def __call__(self, output: Any, labels: torch.Tensor) -> Any:
+        return self._loss(output)
+
+    def scores(self, output: Any, labels: torch.Tensor) -> None:
+        """There is no accuracy without labels."""
+
+
+def needs_labels(loss: object) -> bool:
+    """True if a loss has a name, or is a function of more than what the model returns."""
+    if loss == "model":
+        return False
+    if not callable(loss):
+        return True
+    try:
+        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    by_place = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.VAR_POSITIONAL)]
+    return len(by_place) != 1 or by_place[0].kind is by_place[0].VAR_POSITIONAL
