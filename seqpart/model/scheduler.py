@@ -6,22 +6,23 @@ into the groups of the partition that learns. They depend on the number of updat
 from the beginning, to the same bits.
 """
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import OptionError
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
-"""A function from an optimizer to its scheduler."""
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+"""A function from an optimizer to its scheduler: one of torch's, or any object with step(), or timm's step_update(updates)."""
 Groups = tuple[Mapping[str, Any], ...]
 """Options of each group of an optimizer: lr, and whatever else the scheduler sets, as OneCycleLR does momentum."""
 
@@ -47,7 +48,7 @@ class Scheduler:
             take_step(self._optimizer)  # without gradients: schedulers warn where none comes before theirs
             self._look()
             with self._setting(f"its step {self._done + 1} failed (does it end before the run's last update?)"):
-                self._scheduler.step()
+                self._step(self._done + 1)
             self._done += 1
         self._look()
         return tuple({name: group[name] for name in self._names if name in group} for group in self._optimizer.param_groups)
@@ -74,11 +75,28 @@ class Scheduler:
                 "--lr-schedule: ReduceLROnPlateau waits for a metric, and a schedule is known before the run begins here. Give "
                 "one that depends on the number of updates alone."
             )
-        if not isinstance(self._scheduler, LRScheduler):
-            raise OptionError(
-                "--lr-schedule: expected a function from an optimizer to a torch.optim.lr_scheduler; it returned "
-                f"{type(self._scheduler).__name__}."
-            )
+        self._step = _step_of(self._scheduler)
+
+
+def _step_of(scheduler: Any) -> Callable[[int], object]:
+    """Returns a function that steps a scheduler for update n, from 1. Raises OptionError if it has no such step."""
+    kind = type(scheduler).__name__
+    if callable(getattr(scheduler, "step", None)):
+        by_place = [
+            one for one in inspect.signature(scheduler.step).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD
+        ]
+        if all(one.default is not one.empty for one in by_place):
+            return lambda _: scheduler.step()
+        if callable(update := getattr(scheduler, "step_update", None)):  # as timm's have it
+            if getattr(scheduler, "t_in_epochs", False):
+                raise OptionError(
+                    f"--lr-schedule: {kind} counts epochs, and a schedule counts updates. Give t_in_epochs=False."
+                )
+            return cast(Callable[[int], object], update)
+    raise OptionError(
+        "--lr-schedule: expected a function from an optimizer to a scheduler, with a step() for each update; it returned "
+        f"{kind}."
+    )
 
 
 def _same(one: object, other: object) -> bool:

@@ -43,8 +43,32 @@ def cyclic(optimizer):
     return lr_scheduler.CyclicLR(optimizer, 0.001, 0.02, step_size_up=2, cycle_momentum=True)
 
 
+class ByHand:
+    """A scheduler of one's own, which derives from nothing."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.done, self.base = optimizer, 0, [group["lr"] for group in optimizer.param_groups]
+
+    def step(self):
+        self.done += 1
+        for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+            group["lr"] = base / (1 + self.done)
+
+
+class LikeTimm(ByHand):
+    t_in_epochs = False
+
+    def step(self, epoch, metric=None):
+        raise AssertionError("it counts updates")
+
+    def step_update(self, updates, metric=None):
+        self.done = updates - 1
+        super().step()
+
+
 SCHEDULES = [
-    one_cycle, restarts, in_turn, cyclic, lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + done)),
+    one_cycle, restarts, in_turn, cyclic, ByHand, LikeTimm,
+    lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda done: 1 / (1 + done)),
     lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(optimizer, 2), lr_scheduler.ConstantLR(optimizer)]),
 ]  # fmt: skip
 
@@ -64,7 +88,7 @@ def trained(folder, schedule, **options):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-@pytest.mark.few(6)
+@pytest.mark.few(8)
 def test_a_run_has_the_bits_of_a_plain_loop_that_steps_the_scheduler(schedule, name, tmp_path):
     model, (train, _) = network(), numbers((6,))
     x, y = train.open()[0].float(), train.labels
@@ -76,7 +100,7 @@ def test_a_run_has_the_bits_of_a_plain_loop_that_steps_the_scheduler(schedule, n
         for start in range(0, ROWS, BATCH):
             F.cross_entropy(model(x[start : start + BATCH]), y[start : start + BATCH]).backward()
             optimizer.step()
-            scheduler.step()
+            scheduler.step_update(1 + scheduler.done) if schedule is LikeTimm else scheduler.step()
             optimizer.zero_grad()
     found = trained(tmp_path, schedule, optimizer=name, micro_batch_size=BATCH, **momentum)
     for key, tensor in model.state_dict().items():
@@ -181,7 +205,8 @@ REFUSED = {
     "ReduceLROnPlateau waits for a metric": lr_scheduler.ReduceLROnPlateau,
     r"its step 8 failed \(does it end before the run's last update\?\): ValueError": falls_short,
     "it failed: ZeroDivisionError: no rate": broken,
-    "a function from an optimizer to a torch.optim.lr_scheduler; it returned dict": lambda optimizer: {},
+    r"a scheduler, with a step\(\) for each update; it returned dict": lambda optimizer: {},
+    "EpochsLikeTimm counts epochs, .*Give t_in_epochs=False": type("EpochsLikeTimm", (LikeTimm,), {"t_in_epochs": True}),
 }
 
 
