@@ -27,6 +27,7 @@ _NUMBER = "9" * 24
 _STEP, _MOST = 256, 1 << 14
 """Texts have room for a multiple of `_STEP` bytes, and for at most `_MOST`."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _SCALARS = (bool, int, float, str, type(None))
 _TORCH_S = {"state", "param_groups", "defaults"}
 """Attributes of each optimizer that are no plain data."""
@@ -94,7 +95,7 @@ def unplain(found: Any, tensor: Callable[[Sequence[Any]], torch.Tensor], classes
         return found
     letter, *rest = found
     if letter == "y":
-        return getattr(torch, rest[0])
+        return _BY_NAME[rest[0]]
     if letter in "luz":
         made = [inner(part) for part in rest]
         return made if letter == "l" else tuple(made) if letter == "u" else torch.Size(made)

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from seqpart.device.compiler import take_step, without_compiler
-from seqpart.errors import OptionError
+from seqpart.errors import CorruptFile, OptionError
 from seqpart.model.optimizer_state import TEXT, AtHome, NoHomeError, Several, empty_allowed, parts_of
 from seqpart.model.optimizer_trials import (
     Build,
@@ -165,8 +165,14 @@ class Adopted:
             self._averaging.append(_Averaging(self._choice.average, pairs, begun))
 
     def restore(self) -> None:
-        """Once the state has come: gives the optimizer what it knew besides tensors."""
-        self._state.restore()
+        """Once the state has come: gives the optimizer what it knew besides tensors. Raises CorruptFile for what none wrote."""
+        try:
+            self._state.restore()
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            raise CorruptFile(
+                f"optimizer {self._choice.name}: expected the state that it wrote; found another one ({type(error).__name__}: "
+                f"{error}). Resume from another checkpoint, or start again."
+            ) from error
 
     def step(self, rate: float | Groups = 1.0) -> None:
         """Makes a step at `rate` (see `tune`). Raises OptionError for state that the plan has no room for."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.device.pages import aligned
-from seqpart.errors import OptionError
+from seqpart.errors import CorruptFile, OptionError
 from seqpart.model.optimizers import averaging, choose, describe
 from seqpart.store.layout import TensorSpec, spec_of
 
@@ -649,6 +649,27 @@ def test_state_that_was_saved_without_a_text_goes_on():
     optimizer.take([("w", w)], views)
     optimizer.restore()
     same_after_steps(optimizer, {"w": w}, plain, {"w": theirs})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1]",
+        '[1,[[["d",["x",["t","nowhere"]]],{},{},{}]]]',
+        '[1,[[["o","os.system",["x",1]],{},{},{}]]]',
+        '[1,[[["y","ones"],{},{},{}]]]',
+    ],
+)
+def test_a_text_that_no_optimizer_wrote_is_refused_in_words_and_makes_no_object(text):
+    w = nn.Parameter(torch.ones(4, 3))
+    choice = describe("", lambda parameters: InGroups(parameters, lr=0.1, momentum=0.9))
+    views = choice.state_layout({"w": spec_of("w", w)}).views(aligned(1 << 12).zero_())
+    optimizer = choice.adopt(choice.build([w]))
+    optimizer.take([("w", w)], views)
+    views["w.plain"][: len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    with pytest.raises(CorruptFile, match="expected the state that it wrote; found another one"):
+        optimizer.restore()
 
 
 # --- weights that are divided -----------------------------------------------------------------------------------------
