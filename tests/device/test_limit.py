@@ -295,5 +295,6 @@ def test_measuring_the_machine_takes_little_memory_whatever_the_batch(tmp_path, 
 
     machine.measured_by(monkeypatch, watched)
     data = (torch.zeros(5000, 1), torch.arange(5000) % 3)
-    Trainer([nn.Linear(1, 3)], mem_limit="2GB", method="sil", batch_size=5000, output_dir=tmp_path).prepare(data, data)
+    trainer = Trainer([nn.Linear(1, 3)], mem_limit="2GB", method="sil", batch_size=5000, output_dir=tmp_path)
+    trainer.prepare(*trainer.rows(data, data))
     assert held[0] < 12 << 20
