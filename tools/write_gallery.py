@@ -25,7 +25,7 @@ def page() -> str:
         about = (ast.get_docstring(tree) or "").replace("\n", " ")
         link = f"[{path.name}](../examples/gallery/{path.name})"
         rows.append(f"| {link} | {about} | {len(plain)} lines | {len(limited)} lines |")
-        code = "\n".join([*plain, "", *limited])
+        code = "\n".join([*plain, "", "", *limited])
         sections.append(f"## {path.stem.replace('_', ' ').capitalize()}\n\n{about} From {link}:\n\n```py\n{code}\n```\n")
     return "\n".join([_HEAD, *rows, "", *sections])
 

@@ -109,6 +109,7 @@ HOW = {
     "python -m benchmarks.frontier T": "parsed (slow)",
     "python -m benchmarks.frontier L-256": "parsed (slow)",
     "pytest": "runs this",
+    "python examples/gallery/vae.py": "run by test_gallery",
     "pytest -m slow": "run by .ci/run",
     "tools/check": "there",
     **dict.fromkeys(test_recipes.COMMANDS.values(), "run smaller by test_recipes or test_examples (slow)"),
