@@ -195,5 +195,5 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, directory: Path, cure: str | None = None) -> None:
         """cure: what goes on with it, where that is not `fit`."""
-        super().__init__(f"the run is saved in {shown(directory)}. Go on with {cure or in_arguments(resuming(directory))}")
+        super().__init__(f"the run is saved in {shown(directory)}. Resume with {cure or in_arguments(resuming(directory))}")
         self.directory = directory

@@ -88,7 +88,7 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
         return error.exit_code
     except Interrupted as interrupt:
         print(
-            f"interrupted: the run is saved. Go on with: {PROGRAM} --resume {shlex.quote(shown(interrupt.directory))}",
+            f"interrupted: the run is saved. Resume with: {PROGRAM} --resume {shlex.quote(shown(interrupt.directory))}",
             file=sys.stderr,
         )
         return INTERRUPTED

@@ -141,6 +141,22 @@ def test_data_without_labels_train_by_a_loss_of_the_output_alone(kind, tmp_path)
         assert session.step({"x": X[:BATCH]} if kind == "a dict" else X[:BATCH]) > 0
 
 
+def test_labels_that_a_collate_fn_adds_are_labels(tmp_path):
+    """Items without labels were given zeros, and the labels became an input."""
+
+    def collate(items):
+        return {"x": torch.stack([x for (x,) in items]), "labels": torch.zeros(len(items), dtype=torch.int64)}
+
+    class Judging(Net):
+        def forward(self, x, labels):
+            found = super().forward(x)
+            return {"loss": nn.functional.cross_entropy(found, labels), "logits": found}
+
+    loader = DataLoader(TensorDataset(X), batch_size=BATCH, collate_fn=collate)
+    trainer = Trainer(Judging(), "model", mem_limit="3GB", method="full", epochs=1, offload_dir=tmp_path, quiet=True)
+    assert trainer.fit(loader, loader).accuracy is not None
+
+
 class Masked(Net):
     """Computes its own loss, and takes no labels, as masked autoencoders do."""
 

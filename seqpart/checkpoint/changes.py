@@ -115,8 +115,8 @@ def refuse_fixed(
         said += " (epochs stay where training is counted in updates: --max-steps, --eval-every N, parts of an epoch)"
     may = ", ".join(flag_of(field.name) for field in fields(Settings) if field.name in tuned)
     raise OptionError(
-        f"--resume: the run in {root} has other settings: {said}. Give the same, or start anew elsewhere. What may be changed: "
-        f"{may}, limits and places."
+        f"--resume: the run in {root} has other settings: {said}. Give the same, or start a new run elsewhere. What may be "
+        f"changed: {may}, limits and places."
     )
 
 
@@ -152,7 +152,7 @@ def trained_epochs(place: Place, before: Sequence[float], changed: Sequence[str]
         rest = "; --recovery-epochs says how long it recovers" if place.recovers else ""
         raise OptionError(
             f"--resume: --epochs cannot be changed any more: all of them are done ({_listed(before)}), and optimizer states of "
-            f"what is trained are not kept{rest}. Give the same, or start anew elsewhere."
+            f"what is trained are not kept{rest}. Give the same, or start a new run elsewhere."
         )
     if "recovery_epochs" in changed and place.recovers and place.over:
         raise OptionError("--resume: --recovery-epochs cannot be changed any more: all of them are done. Give the same.")
@@ -224,6 +224,6 @@ def refuse_other_layers(root: Path, before: Layers, chain: Sequence[Block]) -> N
                 settings = ", ".join(settings_of(block.fake(FakeMode())[0])[:_MOST]) or "none"
                 what = f"({found[0]}) has another layer, setting, frozen weight or function than it had; found {settings}"
             raise OptionError(
-                f"--resume: {root} holds another model: block {block.number} {what}. Give the same --model, or start anew "
+                f"--resume: {root} holds another model: block {block.number} {what}. Give the same --model, or start again "
                 "elsewhere."
             )

@@ -183,7 +183,7 @@ def tell_leftovers(parent: Path, cleaned: int) -> Iterator[str]:
     if waiting := resumable(parent):
         held = format_size(sum(waiting.values()))
         yield (
-            f"{len(waiting)} interrupted run(s) beside this one hold {held}: {_named(waiting)}. Go on with each by "
+            f"{len(waiting)} interrupted run(s) beside this one hold {held}: {_named(waiting)}. Resume each with "
             "--resume DIR, in its script where one began it, or remove it"
         )
     for one in unknown(parent):

@@ -107,7 +107,7 @@ class ResumePoint:
 
     def words(self, phases: Sequence[Phase]) -> str:
         if self.manifest is None:
-            return f"{self.root} was ended before anything was saved: it begins anew"
+            return f"{self.root} was ended before anything was saved: it starts from the beginning"
         at = self.position
         where = f"update {at.updates + 1} of {phases[at.phase]}" if at.phase < len(phases) else "the writing of the results"
         other = f"; from here on: {', '.join(self.said)}" if self.said else ""
@@ -164,7 +164,7 @@ class ResumePoint:
             if (now := planner.functions.get(name)) != was:
                 raise OptionError(
                     f"--resume: {self.root} was trained with {name} {was}, and this run has {now}. Give the same, or start "
-                    "anew elsewhere."
+                    "again elsewhere."
                 )
         if state.tuned != planner.tuned:
             self.said.append(f"the optimizer's options were {state.tuned}, are {planner.tuned}")
@@ -176,7 +176,9 @@ class ResumePoint:
         micro_batches = tuple(state.micro_batches)
         prepared = planner.measured(lambda: self._prepared(planner, request, cut_matters, micro_batches))
         if prepared.plan.fingerprint != self.plan.fingerprint:
-            raise OptionError(f"--resume: {self.root} holds another model. Give the same --model, or start anew elsewhere.")
+            raise OptionError(
+                f"--resume: {self.root} holds another model. Give the same --model, or start a new run elsewhere."
+            )
         refuse_other_layers(self.root, state.layers, planner.chain.whole)
         if prepared.plan.starts != self.plan.starts and cut_matters:
             raise OptionError(f"--resume: {self.root} was cut at blocks {self.plan.starts}. Give the same method and cut.")
@@ -220,7 +222,7 @@ class ResumePoint:
         return PlanWording(
             method="as before" if settings.method == "auto" and len(request.methods) == 1 else "",
             cut=AS_ASKED.cut if "partitions" in self.changed else "as before", micro_batch="as before",
-            otherwise="not all is as before: what does not fit any more is chosen anew",
+            otherwise="not all is as before: what does not fit any more is chosen again",
         )  # fmt: skip
 
     def _prepared(

@@ -306,8 +306,8 @@ def _must_be_ours(folder: Folder) -> None:
 def _must_be_free(root: Path) -> None:
     if has_checkpoint(root):
         raise OptionError(
-            f"--output-dir: {root} holds a run that was interrupted. Go on with it by {resuming(root)}, or "
-            "start anew with --overwrite."
+            f"--output-dir: {root} holds a run that was interrupted. Resume it with {resuming(root)}, or "
+            "start again with --overwrite."
         )
     if (root / WEIGHTS).exists():
         raise OptionError(

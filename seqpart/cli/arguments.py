@@ -282,7 +282,7 @@ def _kept(path: Path) -> dict[str, Any]:
         job, found = path, as_state(manifests.load(path)).job
         if found is None:
             raise OptionError(
-                f"--resume: the run in {path} was started from Python. Go on with it there: {in_arguments(resuming(path))}."
+                f"--resume: the run in {path} was started from Python. Resume it there: {in_arguments(resuming(path))}."
             )
     else:
         job = latest(path, JOB)

@@ -242,7 +242,7 @@ def _refuse_unrepeatable(source: Source) -> None:
 def with_loader(settings: C, train: Split) -> C:
     """Returns `settings` with the batch size and order of the training rows' loader.
 
-    Raises OptionError if the two contradict each other, and for options that do not go with rows that are read anew.
+    Raises OptionError if the two contradict each other, and for options that do not go with rows that are read again.
     """
     source = train.source
     if not isinstance(source, Source):
@@ -250,7 +250,7 @@ def with_loader(settings: C, train: Split) -> C:
             raise OptionError("--workers read rows that are not kept, and these are. Leave it out, or give --cache none.")
         if settings.views > 1:
             raise OptionError(
-                "--cached-views keeps several draws of rows that are read anew, and these rows are kept once. Leave it out."
+                "--cached-views keeps several draws of rows that are read again, and these rows are kept once. Leave it out."
             )
         return settings
     if source.batch:
@@ -322,7 +322,7 @@ def counted(source: Source, most: int | None = None) -> Source:
     """Returns `source` with its number of rows, for which a stream without len() is read once.
 
     most: number of rows that the run will read. A stream with more rows than `most`, or than LOOKED_AT, is not counted further:
-    its count is `most`, and it begins anew after its end. Progress is printed, since a stream may be endless.
+    its count is `most`, and it starts from the beginning after its end. Progress is printed, since a stream may be endless.
     """
     if source.count or not source.streams:
         if not source.count:

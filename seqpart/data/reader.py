@@ -270,7 +270,7 @@ class BatchReader(Protocol):
 
 
 class Passing(Protocol):
-    """Rows that are read anew in every pass."""
+    """Rows that are read again in every pass."""
 
     @property
     def layout(self) -> RowLayout: ...

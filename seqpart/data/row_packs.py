@@ -213,7 +213,7 @@ class PackReader:
         if isinstance(rows, Rows) and rows.layout != pack.layout:
             raise CorruptFile(
                 f"{rows.path} holds rows of {rows.layout.shape}, {rows.layout.dtype}, where this model has "
-                f"{pack.layout.shape}, {pack.layout.dtype}. It was not used. Start anew, without --resume.",
+                f"{pack.layout.shape}, {pack.layout.dtype}. It was not used. Start again, without --resume.",
                 rows.path,
             )
         if pack.once:

@@ -95,7 +95,7 @@ class Source:
     shuffles: bool | None = None
     """The loader's shuffling; None: the settings decide."""
     goes_on: bool = False
-    """True for a stream whose rows are not counted: at its end it begins anew, and all its passes count as one."""
+    """True for a stream whose rows are not counted: at its end it begins again, and all its passes are one."""
     sampler: Any = None
     """The user's own sampler: the order of an epoch."""
     seed: int | None = None

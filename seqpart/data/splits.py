@@ -125,7 +125,7 @@ class UnstableRows(DataError):
 
 
 class RowSource(Protocol):
-    """A source of rows that are read anew in every epoch."""
+    """A source of rows that are read again in every epoch."""
 
     @property
     def rows(self) -> int:
@@ -156,7 +156,7 @@ class Split:
     labelled: bool = True
     """False if no row has a label: they are zeros, which no loss gets."""
     padded: str = ""
-    """The padding of rows that are read anew; "": none."""
+    """The padding of rows that are read again; "": none."""
     some: Callable[[], Iterable[torch.Tensor]] | None = None
     """Returns rows spread over the split, which identify it; none if they differ each time. None: use the first rows."""
 
@@ -357,7 +357,7 @@ def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
             raise UnstableRows(
                 f"{name} data: item {i} is another one when it is read again: does the data set change items at random "
                 "(augmentation)? Rows are read once and kept, so every epoch would see the same draw. Give the data set "
-                "without that, and let the model's first block augment, which draws anew in every epoch; or keep one draw on "
+                "without that, and let the model's first block augment, which draws again in every epoch; or keep one draw on "
                 "purpose: [data[i] for i in range(len(data))]."
             )
     if targets is None:

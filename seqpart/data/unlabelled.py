@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from seqpart.data.source import generators_kept
 from seqpart.data.splits import Split, is_pair
 
 
@@ -26,7 +27,7 @@ def is_bare(data: object) -> bool:
         return not {"label", "labels", "train"} & set(data)
     if data is None or isinstance(data, Split | str | tuple) or is_pair(data):
         return False
-    item = _first_item(data.dataset if isinstance(data, DataLoader) else data)
+    item = _first_item(data.dataset if isinstance(data, DataLoader) else data, getattr(data, "collate_fn", default_collate))
     return (isinstance(item, torch.Tensor | np.ndarray | Mapping) and is_bare(item)) or _is_alone(item)
 
 
@@ -52,9 +53,14 @@ def _is_alone(item: object) -> bool:
     return isinstance(item, tuple | list) and len(item) == 1
 
 
-def _first_item(items: Any) -> Any:
+def _first_item(items: Any, collate: Callable[[list[Any]], Any]) -> Any:
+    """Returns the first item, or the batch that a collate_fn of its own, which may add labels, makes of it."""
     try:
-        return items[0] if hasattr(items, "__getitem__") else next(iter(items), None) if iter(items) is not items else None
+        with generators_kept():
+            if iter(items) is items:  # it can be read once
+                return None
+            item = items[0] if hasattr(items, "__getitem__") else next(iter(items))
+            return item if collate is default_collate else collate([item])
     except Exception:  # it is read again, and its error told, where its rows are
         return None
 

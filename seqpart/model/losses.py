@@ -159,11 +159,11 @@ def refuse_unlike(loss: LossFunction, shape: tuple[int, ...], classes: int, labe
     of_classes = loss in OF_CLASSES or getattr(type(loss), "forward", None) in OF_MODULES
     if of_classes and labels.is_floating_point() and positions != shape:
         raise DataError(
-            f"the loss judges scores of classes, and a row's labels are {labels.dtype} of shape {positions}. Give classes as "
+            f"the loss takes scores of classes, and a row's labels are {labels.dtype} of shape {positions}. Give classes as "
             f"integers (labels.long()), or the probabilities of all, of shape {shape}."
         )
     if of_classes and positions == (1,) and len(shape) == 1:
-        raise DataError("the loss judges one class a row, and labels have the shape (rows, 1). Give labels.squeeze(1).")
+        raise DataError("the loss takes one class a row, and labels have the shape (rows, 1). Give labels.squeeze(1).")
     if loss in OF_NUMBERS and without_ones(shape) != without_ones(positions):
         needed = f"outputs of the shape {positions} of a row's labels" if positions else "one output per row"
         kind = "a regression needs" if loss is regression else "--loss bce needs"

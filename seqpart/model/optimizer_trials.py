@@ -203,7 +203,7 @@ class _Trial:
                 error = failed
         if isinstance(error, NoHomeError):
             raise OptionError(
-                f"optimizer {self.name}: its state {error}, so it has no fixed layout and cannot be kept at home. It is of "
+                f"optimizer {self.name}: its state {error}, so it has no fixed layout and cannot be offloaded. It is of "
                 f"{self._said(kind)}. {_OTHERS}"
             ) from None
         raise OptionError(
@@ -274,7 +274,7 @@ class _Trial:
                 reasons.append(str(error))
             except Exception as error:
                 reasons.append(f"a trial step failed {_ANEW}: {type(error).__name__}: {error}")
-        raise OptionError(f"optimizer {self.name}: {reasons[-1]}, so it cannot be kept at home. {_OTHERS}")
+        raise OptionError(f"optimizer {self.name}: {reasons[-1]}, so it cannot be offloaded. {_OTHERS}")
 
     def _steps(
         self, kinds: Sequence[TensorSpec], states: Mapping[TensorSpec, State], way: _Way, *, together: bool

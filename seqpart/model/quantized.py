@@ -300,13 +300,13 @@ def _lack_of(layer: Any, device: str) -> str:
         return 'it is not quantized yet. Move the model once, for example model.to("cpu"): that quantizes it'
     if getattr(state, "packing_format_for_cpu", False):
         return (
-            "it was run on this CPU in evaluation mode, for which the library packs weights anew and rounds their scales: "
+            "it was run on this CPU in evaluation mode, for which the library packs weights again and rounds their scales: "
             "they do not train. Load it again, and run nothing before it is trained, or model.train() first"
         )
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         return "that version has no product of its own for 4 bits (gemm_4bit). Install a newer one"
     if tuple(state.shape) != (layer.out_features, layer.in_features):
-        return f"its weight was packed with shape {tuple(state.shape)}: quantize it anew, as (out, in)"
+        return f"its weight was packed with shape {tuple(state.shape)}: quantize it again, as (out, in)"
     if state.nested and state.state2.blocksize != _SCALES:
         return f"its scales are quantized in blocks of {state.state2.blocksize}, and the library multiplies with {_SCALES}"
     return ""

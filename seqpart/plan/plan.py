@@ -185,7 +185,7 @@ class PlanWording:
     micro_batch: str = "as asked"
     otherwise: str = (
         "not all is as the plan says: partitions and weights that stay, and offloaded graphs, go with --method auto; what does "
-        "not fit, or cannot be, is chosen anew"
+        "not fit, or cannot be, is chosen again"
     )
     """Said where not all choices of a saved plan could be reused."""
 

@@ -272,7 +272,7 @@ def _result(root: Path, state: str, missing: list[str]) -> dict[str, Any]:
             return {}
     way = resuming(root)
     way = f"python -m seqpart.train {way}" if latest(root, JOB).exists() else in_arguments(way)  # Python began those without
-    cure = f" Go on with: {way}" if has_checkpoint(root) and state != "running" else ""
+    cure = f" Resume with: {way}" if has_checkpoint(root) and state != "running" else ""
     missing.append(f"the proof and the final test: the run is {_STATES.get(state, state)}.{cure}")
     return {}
 

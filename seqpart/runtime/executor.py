@@ -154,7 +154,7 @@ class Executor:
         for partition in self._loaded.values() if weights else ():
             if name := _spoilt_weight(partition):
                 where = f"update {done or phase.updates} of {phase}" if phase.kind is PhaseKind.TRAIN else str(phase)
-                raise Diverged(f"training diverged: {name} is not finite behind {where}.")
+                raise Diverged(f"training diverged: {name} is not finite after {where}.")
 
     def flush(self) -> None:
         """Saves everything that changed and waits: then the homes are what `position` says. Call it only while at rest."""

@@ -43,7 +43,7 @@ def _of_a_tensor_that_is_away(func: Callable[..., Any], args: Sequence[Any], kwa
             like = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
             return func(like, *args[1:], **kwargs) if (name, attribute) != ("__get__", "device") else torch.device("cpu")
         if spec is not None and name == "__repr__":
-            return f"<{spec.name}, {tuple(spec.shape)}, {spec.dtype}: at home while a run has the model>"
+            return f"<{spec.name}, {tuple(spec.shape)}, {spec.dtype}: in a file while a run has the model>"
     found = next((_known[id(one)].name for one in _flat(args) if id(one) in _known), "a weight")
     raise ModelError(
         f"{found} is not in the model while a run has it: in a callback, and between the steps of a session, its parameters "
@@ -206,7 +206,7 @@ class Pauses:
                 self._learn(own, learns)
         if self._in_parts and (self.changed or unplanned):
             raise ModelError(
-                "--method ist trains copies of parts of the model, drawn anew in every round: who learns cannot be changed "
+                "--method ist trains copies of parts of the model, drawn again in every round: who learns cannot be changed "
                 "while it does. Freeze before the run, or take an exact method."
             )
         if (self.changed or unplanned) and self._counts():
@@ -225,4 +225,4 @@ class Pauses:
                 "freeze it until then: in a session before its first step, or in on_begin of a callback."
             )
         if self.changed and not any(own.learns for own in self._own):
-            raise ModelError("nothing learns any more: every parameter of the model was frozen while it trained.")
+            raise ModelError("nothing is trained any more: every parameter of the model was frozen while it trained.")

@@ -67,7 +67,7 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class PassingLayout(RowLayout):
-    """Layout of rows that are read anew in every pass, and not kept."""
+    """Layout of rows that are read again in every pass, and not kept."""
 
     unit: int = 0
     """Rows that are read at once; 0: the rows of a micro-batch."""

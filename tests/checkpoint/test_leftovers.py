@@ -67,7 +67,7 @@ def test_interrupted_runs_beside_one_are_named(tmp_path, monkeypatch):
     runs = tmp_path / "runs"
     assert told == (
         f"5 interrupted run(s) beside this one hold 1.4 KB: {runs / 'large'}, {runs / 'a'}, {runs / 'b'} and 2 more. "
-        "Go on with each by --resume DIR, in its script where one began it, or remove it"
+        "Resume each with --resume DIR, in its script where one began it, or remove it"
     )
     monkeypatch.chdir(tmp_path)
     (told,) = tell_leftovers(Path("runs"), 0)

@@ -248,13 +248,13 @@ def test_a_run_that_was_ended_before_its_first_checkpoint_begins_anew_and_says_s
     stopped_after(arm, 3)
     reporter = Stopping()
     assert ended(arm.fit(resume=arm.root, reporter=reporter)) == whole
-    assert f"{arm.root} was ended before anything was saved: it begins anew" in reporter.said
+    assert f"{arm.root} was ended before anything was saved: it starts from the beginning" in reporter.said
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch_size": 4}, r"has other settings: batch_size was 8, not 4\. Give the same, or start anew elsewhere"),
+        ({"batch_size": 4}, r"has other settings: batch_size was 8, not 4\. Give the same, or start a new run elsewhere"),
         ({"method": "full", "seed": 8}, "method was streamed, not full, seed was 7, not 8"),
         ({"optimizer": "adam", "momentum": 0.0}, r"momentum was 0\.9, not 0\.0, optimizer was sgd, not adam"),
     ],

@@ -257,9 +257,7 @@ def test_an_interrupted_run_is_not_begun_anew_by_mistake(tmp_path):
     with pytest.raises(DirectoryUnusable, match="in use by another run"):  # it lives: resuming is no cure
         RunDirectory(tmp_path / "out")
     kill(killed)
-    with pytest.raises(
-        OptionError, match=r'interrupted. Go on with it by fit\(..., resume=".*/out"\), or start anew with over'
-    ):
+    with pytest.raises(OptionError, match=r'interrupted. Resume it with fit\(..., resume=".*/out"\), or start again with over'):
         RunDirectory(tmp_path / "out")
     assert names(tmp_path) == before
     RunDirectory(tmp_path / "out", resume=True).close("failed")  # the refused one has let go of the lock

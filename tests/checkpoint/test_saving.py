@@ -80,9 +80,9 @@ def advised(error):
 @pytest.mark.parametrize(
     ("how", "call", "words", "path"),
     [
-        (How("full"), 7, r"weight is not finite behind update 3 of \[train 0\.1\]", ""),
-        (How("checkpointed"), 7, r"weight is not finite behind update 3 of \[train 0-2\.1\]", ""),
-        (How("sil"), 7, r"weight is not finite behind update 3 of \[train 1\.1\]", ""),
+        (How("full"), 7, r"weight is not finite after update 3 of \[train 0\.1\]", ""),
+        (How("checkpointed"), 7, r"weight is not finite after update 3 of \[train 0-2\.1\]", ""),
+        (How("sil"), 7, r"weight is not finite after update 3 of \[train 1\.1\]", ""),
         (How(), 4, r"the loss is nan in update 3 of \[train 0-2\.1\]", PREVIOUS),
         (How(slots=2), 7, r"the loss is nan in update 1 of \[train 0-2\.2\]", PREVIOUS),
         (How(), 16, r"the loss is nan in \[test 2\]", PREVIOUS),

@@ -250,7 +250,7 @@ def epochs_told(log):
 def test_a_run_that_is_interrupted_is_saved_goes_on_and_keeps_earlier_results(over, how):
     process = start(over.folder, *LONG, "--output-dir", "out", "--overwrite", until="train epoch 2")
     resume = "python -m seqpart.train --resume out"
-    assert refused(end(process, how), 130, f"interrupted: the run is saved. Go on with: {resume}")
+    assert refused(end(process, how), 130, f"interrupted: the run is saved. Resume with: {resume}")
     over.intact_beside_a_checkpoint()
     assert json.loads((over.folder / "out" / MARKER).read_text())["state"] == "interrupted"
     again = call(over.capsys, *SMALL, "--output-dir", "out")

@@ -226,7 +226,7 @@ def test_later_partitions_of_sil_take_cached_views_in_turn(views, tmp_path):
 
 
 def test_views_of_rows_that_are_kept_are_refused(tmp_path):
-    with pytest.raises(OptionError, match=r"cached_views keeps several draws of rows that are read anew"):
+    with pytest.raises(OptionError, match=r"cached_views keeps several draws of rows that are read again"):
         trained(tmp_path, clean(), method="sil", partitions=2, cached_views=2)
 
 

@@ -232,7 +232,7 @@ def test_a_signal_ends_a_run_that_says_how_to_go_on_in_the_words_of_transformers
         if state.global_step == 3:
             signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(Interrupted, match=r"is saved in .*Go on with train\(resume_from_checkpoint=True\)$") as stopped:
+    with pytest.raises(Interrupted, match=r"is saved in .*Resume with train\(resume_from_checkpoint=True\)$") as stopped:
         trained(tmp_path, callbacks=[Listening(step=stop)], **options)
     assert stopped.value.directory == tmp_path / "ours" / "seqpart"
     model = little_model()

@@ -62,7 +62,7 @@ def test_the_script_that_is_ended_again_and_again_ends_with_the_bits_of_one_that
         if number == signal.SIGKILL:
             assert code == -number
         else:
-            assert (code, errors) == (1, 'the run is saved in runs/mine. Go on with fit(..., resume="runs/mine")\n')
+            assert (code, errors) == (1, 'the run is saved in runs/mine. Resume with fit(..., resume="runs/mine")\n')
     said, found = finished(tmp_path, LONG)
     assert "going on from runs/mine/checkpoint.json" in said
     assert found == expected
@@ -76,8 +76,8 @@ def test_where_nobody_catches_it_the_last_line_says_the_directory_and_the_argume
     code, errors = ended_by(number, tmp_path, UNCAUGHT)
     *frames, last = errors.splitlines()
     assert code == 1 and len([line for line in frames if line.startswith("  File ")]) <= 3
-    assert last == 'seqpart.errors.Interrupted: the run is saved in runs/mine. Go on with fit(..., resume="runs/mine")'
+    assert last == 'seqpart.errors.Interrupted: the run is saved in runs/mine. Resume with fit(..., resume="runs/mine")'
     monkeypatch.chdir(tmp_path)
     assert main(["--resume", "runs/mine"]) == 2
-    assert 'started from Python. Go on with it there: fit(..., resume="runs/mine").' in capsys.readouterr().err
+    assert 'started from Python. Resume it there: fit(..., resume="runs/mine").' in capsys.readouterr().err
     assert json.loads((RUN / "seqpart-run.json").read_text())["state"] == "interrupted"

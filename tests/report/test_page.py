@@ -169,7 +169,7 @@ def test_the_page_of_an_interrupted_run_of_a_script_says_how_the_script_goes_on(
     with pytest.raises(Interrupted):
         trainer.fit(rows, callbacks=[SimpleNamespace(on_step=lambda event: signal.raise_signal(signal.SIGTERM))])
     assert report(capsys, tmp_path / "out").code == 0
-    assert f'Go on with: fit(..., resume="{tmp_path / "out"}")' in Page((tmp_path / "out" / PAGE).read_text()).text
+    assert f'Resume with: fit(..., resume="{tmp_path / "out"}")' in Page((tmp_path / "out" / PAGE).read_text()).text
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_a_killed_run_has_a_page_that_says_what_is_missing_and_a_resumed_one_has
     ran = report(capsys, tmp_path / "out")
     page = Page((tmp_path / "out" / PAGE).read_text())
     assert ran.code == 0 and "the run is killed" in ran.out
-    assert "the proof and the final test: the run is killed. Go on with: python -m seqpart.train --resume" in page.text
+    assert "the proof and the final test: the run is killed. Resume with: python -m seqpart.train --resume" in page.text
     assert "Proof of the limit" not in page.text and page.drawings == 3
     epochs = json.loads((tmp_path / "out" / "plan.json").read_text())  # there, and whole
     assert epochs["method"] == "full"
