@@ -156,7 +156,7 @@ def frozen_in(module: nn.Module, own: Mapping[str, torch.Tensor], trainable: Col
 
 def nothing_learns(frozen: int) -> ModelError:
     """The error for a model that is to be trained and has no trainable weight. frozen: number of frozen weights."""
-    expected = "nothing to train: expected a model with weights that require gradients; found"
+    expected = "nothing learns: expected a model with weights that require gradients; found"
     if not frozen:
         return ModelError(f"{expected} one without weights. Give it a layer that has some.")
     return ModelError(

@@ -225,4 +225,4 @@ class Pauses:
                 "freeze it until then: in a session before its first step, or in on_begin of a callback."
             )
         if self.changed and not any(own.learns for own in self._own):
-            raise ModelError("nothing is trained any more: every parameter of the model was frozen while it trained.")
+            raise ModelError("nothing learns any more: every parameter of the model was frozen while it trained.")
