@@ -456,6 +456,6 @@ def _ask(blocks: Sequence[Block], like: torch.Tensor, autocast: torch.dtype | No
             if "inplace" not in why and "in-place" not in why:
                 return  # measuring reports other errors
             raise ModelError(
-                f"{blocks[-1]} changes its input in place, which PyTorch does not allow after {blocks[-2]}: {why} Give it "
+                f"{blocks[-1]} changes its input in place, which PyTorch does not allow behind {blocks[-2]}: {why} Give it "
                 "inplace=False, or let it write into a copy."
             ) from None
