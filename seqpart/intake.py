@@ -15,7 +15,7 @@ from seqpart.data.padding import Padding, padded
 from seqpart.data.reader import WINDOW
 from seqpart.data.source import Source
 from seqpart.data.splits import Split, as_pair, as_split, first_rows, is_pair
-from seqpart.data.unlabelled import is_bare, with_zeros
+from seqpart.data.unlabelled import with_zeros
 from seqpart.errors import DataError
 from seqpart.fields import values_of
 from seqpart.settings import Settings
@@ -32,31 +32,33 @@ def rows_of(
     train, test: pairs (x, y), data sets, streams or loaders; test may be None. labelled: False if the loss needs no labels: x
     alone may be given too. Raises DataError, and OptionError for settings that these rows contradict.
     """
+    bare = False
     if labelled:
         _refuse_labels_as_test(train, test)
-    elif is_bare(train) or is_bare(test):
-        train, test = with_zeros(train), with_zeros(test)
-        rows, tests, settings = rows_of(train, test, settings, padding)
-        return replace(rows, labelled=False), replace(tests, labelled=False), settings
+    else:
+        (train, one), (test, other) = with_zeros(train), with_zeros(test)
+        bare = one or other
     padding, method = for_data(padding, (train, test)), settings.methods[0]
     rows = training_rows(train, settings, padding=padding, whole=method.alone)
     if isinstance(rows.source, Source):
         method.refuse_source(rows.source)
     settings = with_loader(settings, rows)
-    return rows, test_rows(test, rows, settings, padding, whole=settings.tests_in_turn), settings
+    tests = test_rows(test, rows, settings, padding, whole=settings.tests_in_turn)
+    if bare:
+        rows, tests = replace(rows, labelled=False), replace(tests, labelled=False)
+    return rows, tests, settings
 
 
 def rows_to_evaluate(data: object, settings: Settings, padding: Padding | None = None, *, labelled: bool = True) -> Split:
     """Returns the rows of an evaluation, with all their labels."""
-    bare = not labelled and is_bare(data)
-    data = with_zeros(data) if bare else data
+    data, bare = (data, False) if labelled else with_zeros(data)
     found = training_rows(data, settings, "evaluation", for_data(padding, (data,)), whole=True)
     return replace(found, labelled=not bare)
 
 
 def kept_rows(data: object, settings: Settings, padding: Padding | None, *, labelled: bool = True) -> Split:
     """Returns the rows of an evaluation within a session, with one draw of each row kept. padding: with its length."""
-    data = data if labelled else with_zeros(data)
+    data = data if labelled else with_zeros(data)[0]
     return training_rows(data, replace(settings, cache="rows"), "evaluation", padding, whole=True)
 
 
@@ -75,7 +77,7 @@ def batch_rows(
 
     form: the form of the example's rows. labelled: False if they have no labels.
     """
-    batch = as_pair(batch if labelled else with_zeros(batch), name)
+    batch = as_pair(batch if labelled else with_zeros(batch)[0], name)
     if is_pair(batch):
         batch = batch if padding is None else padding.of_batch(batch, name)
         batch = in_order(batch[0], form), batch[1]
@@ -87,8 +89,8 @@ def largest_batch(
 ) -> Split:  # fmt: skip
     """Returns the first rows of a session's example, as many as a batch may have. Raises DataError if it has fewer."""
     (batch_size,), said = values_of(settings.batch_size), "the example"
-    bare = not labelled and is_bare(example)
-    example = as_pair(with_zeros(example) if bare else example, said)
+    example, bare = (example, False) if labelled else with_zeros(example)
+    example = as_pair(example, said)
     split = batch_rows(example, said, padding) if is_pair(example) else first_batch(example, settings, said, padding)
     if split.count < batch_size:
         raise DataError(

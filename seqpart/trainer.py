@@ -69,10 +69,9 @@ class Trainer:
     loss: (what the model returns, labels) -> loss, or a dict of losses to be summed, or the name of one: "cross-entropy", the
         default for classes (for each position where rows have several labels; labels of -100 do not count), "mse", the default
         for float labels of any shape, "bce" for yes-or-no labels, as many as outputs (binary cross-entropy of scores before
-        their sigmoid), or
-        "psl", `seqpart.model.losses.partially_separable`. A function gets labels as they were given, a dict or a tuple where a
-        row has several. An update is that of the whole batch, whatever micro-batches it
-        is divided into; so what a function divides by must be known. It may be
+        their sigmoid), or "psl", `seqpart.model.losses.partially_separable`. A function gets labels as they were given, a dict
+        or a tuple where a row has several. An update is that of the whole batch, whatever micro-batches it is divided into; so
+        what a function divides by must be known. It may be
         - a mean over rows, or over equally many numbers of each row: micro-batches count by their rows;
         - torch's cross_entropy or nll_loss with ignore_index or weights of classes, as a module, a function or a
           functools.partial: micro-batches count by the labels, or the weights, that they are a mean of;

@@ -17,7 +17,6 @@ from seqpart.capture.own_loss import (
     Labels,
     OwnLoss,
     following,
-    frontier,
     name_of_labels,
     refuse_labels_in_layers,
     split_off,
@@ -82,7 +81,7 @@ def chain_and_loss(
 
     labels: None if it needs none.
 
-    Raises ModelError if it computes none, or one that needs more than its output and the labels.
+    Raises ModelError if it computes none, or one that needs a parameter of the model.
     """
     if not _has_a_forward(model):
         raise ModelError('loss="model": a list of blocks computes no loss. Give an nn.Module that does, or a function.')
@@ -200,8 +199,7 @@ def _recorded(
         recorder, found = ran()
         recorder.refuse_replaced_buffers(buffers)
         refuse_memory(before, outside, lambda: ran(again=True), recorder.remembers)
-        taken = found if labels is None else frontier(recorder, model, found)
-        loss = None if labels is None else split_off(recorder, model, found, taken)
+        taken, loss = (found, None) if labels is None else split_off(recorder, model, found)
         if taken is None and outputs is not None and outputs.joined is not None:
             raise ModelError(
                 f'loss="model": the loss of {type(model).__name__} takes more in training than in evaluation. Let it take the '

@@ -6,17 +6,16 @@ So that all between them, from the plan to the comparison of micro-batches, hand
 changed: parts keep their type, their strides, and the absence of a gradient.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves
 
-from seqpart.capture.program import Ref, by_name, fields_of, holds_fields, with_fields
+from seqpart.capture.program import Ref, by_name, fields_of, holds_fields, leaves, opened, with_fields
 from seqpart.errors import ModelError
 from seqpart.model.loss_probe import generators_left_alone
 from seqpart.model.losses import LossFunction, scores_of
@@ -211,7 +210,7 @@ class Outputs:
         """
         if isinstance(found, torch.Tensor) and (training or not self._found):
             return None
-        tensors = [leaf for leaf in _leaves(found) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)]
         if training not in self._found:
             used = self._tried(found, tensors, rows, training)
             if used is None:
@@ -274,12 +273,11 @@ class Outputs:
         of_rows = tensor.ndim and not tensor.shape[0] % rows and tensor.shape[0] and (training, number) not in self._fixed
         shape = tuple(tensor.shape[1:] if of_rows else tensor.shape)
         times = tensor.shape[0] // rows if of_rows else 0
+        width = tensor.numel() // rows if of_rows else tensor.numel()
         if tensor.is_complex():
-            width = 2 * max(times, 1) * prod(shape)
-        elif tensor.is_floating_point():
-            width = max(times, 1) * prod(shape)
-        else:
-            width = max(times, 1) * prod(shape) * _carried(tensor.dtype, dtype).itemsize // dtype.itemsize
+            width *= 2
+        elif not tensor.is_floating_point():
+            width = width * _carried(tensor.dtype, dtype).itemsize // dtype.itemsize
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         dense = tensor.is_contiguous() or any(size > 1 and not step for size, step in sizes)
         return Part(shape, tensor.dtype, width, times, () if dense else tuple(tensor.stride()))
@@ -290,12 +288,8 @@ class Outputs:
         parts = []
         for number, (tensor, part) in enumerate(zip(tensors, described.parts, strict=False)):
             other = self._part(tensor, rows, described.dtype, training, number)
-            if other.times != part.times:
-                self._fixed.add((training, number))
-                self._found.clear()
-                raise OtherRows
-            if other.shape != part.shape and not part.used:
-                self._compares.add((training, number))
+            if other.times != part.times or (other.shape != part.shape and not part.used):
+                (self._fixed if other.times != part.times else self._compares).add((training, number))
                 self._found.clear()
                 raise OtherRows
             if other.shape != part.shape:
@@ -341,7 +335,9 @@ class LossOfOutputs:
             return scores
         named = by_name(found)
         first = next((named[name] for name in ("logits", "out") if name in named), None)
-        first = next((leaf for leaf in _leaves(found) if isinstance(leaf, torch.Tensor)), None) if first is None else first
+        first = (
+            next((leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)), None) if first is None else first
+        )
         return scores_of(first, labels) if isinstance(first, torch.Tensor) and isinstance(labels, torch.Tensor) else None
 
     def example(self, output: torch.Tensor) -> torch.Tensor:
@@ -369,22 +365,8 @@ class LossOfOutputs:
         return torch.cat(columns, 1)
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
-    """Yields the leaves of a structure: tuples, lists, mappings and dataclasses, nested."""
-    if isinstance(tree, Mapping):
-        for part in tree.values():
-            yield from _leaves(part)
-    elif isinstance(tree, list | tuple):
-        for part in tree:
-            yield from _leaves(part)
-    elif holds_fields(tree):
-        yield from _leaves(fields_of(tree))
-    else:
-        yield tree
-
-
 def _changed(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns a structure of the same kind with `change` applied to every leaf, in the order of `_leaves`."""
+    """Returns a structure of the same kind with `change` applied to every leaf, in the order of `leaves`."""
     if isinstance(tree, Mapping):
         parts = {key: _changed(part, change) for key, part in tree.items()}
         if type(tree) is dict:

@@ -51,50 +51,47 @@ def name_of_labels(model: nn.Module, inputs: Iterable[str | None]) -> str:
     return found[0]
 
 
-def frontier(recorder: Recorder, model: nn.Module, found: Any) -> list[torch.Tensor] | None:
-    """Returns what the loss takes beside the labels where that is more than the judged output: the tensors that do not follow
-    the labels, of those that it is computed from. None where the judged output is enough.
-    """
+def split_off(recorder: Recorder, model: nn.Module, found: Any) -> tuple[list[torch.Tensor] | None, Program]:
+    """Returns (what the loss takes beside the labels, the loss as a program of that and the labels), of a run that returned
+    `found`. None in the place of the first: the judged output is enough."""
     loss, one = recorder.known(_loss(model, found)), _judged(found)
     with_labels = following(recorder.ops)
-    judged = recorder.known(one) if one is not None else _last_given(recorder, loss)
-    if judged is not None:
-        ops, free = needed_for({loss}, recorder.ops, {judged, LABELS})
-        if not free and not any(op.is_module and _learns(model, op) for op in ops):
-            return None
-    taken: dict[int, None] = {} if loss in with_labels else {loss: None}
-    for op in needed_for({loss}, recorder.ops)[0]:
-        if op.uses & with_labels:
-            taken |= dict.fromkeys(sorted(op.uses - with_labels))
-    found = [recorder.tensor(number) for number in taken]
-    return found if one is None or any(tensor is one for tensor in found) else [one, *found]
+    judged, taken = recorder.known(one) if one is not None else _last_given(recorder, loss), None
+    numbers: tuple[int, ...] = () if judged is None else (judged,)
 
+    def of_the_rest() -> tuple[tuple[Op, ...], set[int], bool]:
+        """(ops of the loss, numbers that they lack, true if the loss is no function of `numbers` and the labels)."""
+        ops, free = needed_for({loss}, recorder.ops, {*numbers, LABELS})
+        return ops, free, not numbers or bool(free) or any(op.is_module and _learns(model, op) for op in ops)
 
-def split_off(recorder: Recorder, model: nn.Module, found: Any, taken: Sequence[torch.Tensor] | None) -> Program:
-    """Returns the loss of a run that returned `found`, as a program of the labels and the judged output. taken: what `frontier`
-    found, in its place."""
-    loss, one = recorder.known(_loss(model, found)), _judged(found)
-    judged: tuple[int, ...]
-    if taken is not None:
-        judged = tuple(recorder.known(tensor) for tensor in taken)
-    else:
-        last = recorder.known(one) if one is not None else _last_given(recorder, loss)
-        assert last is not None
-        judged = (last,)
-    ops, free = needed_for({loss}, recorder.ops, {*judged, LABELS})
-    with_labels, owned = following(recorder.ops), set().union(*(op.owned for op in ops))
+    ops, free, lacks = of_the_rest()
+    if lacks:
+        taken = _frontier(recorder, loss, one, with_labels)
+        numbers = tuple(recorder.known(tensor) for tensor in taken)
+        ops, free, lacks = of_the_rest()
+    owned = set().union(*(op.owned for op in ops))
     if any(op.changes_own and (op.uses & with_labels or op.owned & owned) for op in recorder.ops):
         raise ModelError(
             f'loss="model": the loss of {type(model).__name__} goes with a buffer that its forward changes, and is in no '
             "partition. Give a function (output, labels) -> loss."
         )
-    if free or any(op.is_module and _learns(model, op) for op in ops):
+    if lacks:
         where = next((op.where for op in ops if op.uses & free), model.__class__.__name__)
         raise ModelError(
             f'loss="model": the loss of {type(model).__name__} takes more than its output and the labels, in {where}. Let it '
             "take these alone, or give a function (output, labels) -> loss."
         )
-    return Program(ops=ops, output=loss, shapes=recorder.shapes, learns=frozenset(recorder.learns), takes=judged)
+    return taken, Program(ops=ops, output=loss, shapes=recorder.shapes, learns=frozenset(recorder.learns), takes=numbers)
+
+
+def _frontier(recorder: Recorder, loss: int, judged: torch.Tensor | None, with_labels: set[int]) -> list[torch.Tensor]:
+    """Returns the tensors that do not follow the labels, of those that a loss is computed from; the judged output first."""
+    taken: dict[int, None] = {} if loss in with_labels else {loss: None}
+    for op in needed_for({loss}, recorder.ops)[0]:
+        if op.uses & with_labels:
+            taken |= dict.fromkeys(sorted(op.uses - with_labels))
+    found = [recorder.tensor(number) for number in taken]
+    return found if judged is None or any(tensor is judged for tensor in found) else [judged, *found]
 
 
 def following(ops: Iterable[Op]) -> set[int]:

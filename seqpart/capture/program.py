@@ -153,6 +153,17 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
+def opened(tree: Any) -> Any:
+    """Returns the tree with mappings of any kind, such as results of transformers, as dicts."""
+    if isinstance(tree, Mapping):
+        return {key: opened(part) for key, part in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(opened(part) for part in tree))
+    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
+        return type(tree)(opened(part) for part in tree) if type(tree) in (list, tuple) else [opened(part) for part in tree]
+    return with_fields(tree, opened(fields_of(tree))) if holds_fields(tree) else tree
+
+
 def holds_fields(tree: Any) -> bool:
     """True if it is an instance of a dataclass, which modules may pass to each other with tensors in it."""
     return is_dataclass(tree) and not isinstance(tree, type | Ref | Own | OfRows | OfDevice | OwnBackward)

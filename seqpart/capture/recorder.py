@@ -22,12 +22,10 @@ from seqpart.capture.program import (
     Program,
     Ref,
     attention_kernels,
-    fields_of,
-    holds_fields,
     leaves,
     mapped,
     needed_for,
-    with_fields,
+    opened,
 )
 from seqpart.capture.unrecorded import LARGEST, Layers, ReadNumbers, why_not
 from seqpart.errors import ModelError
@@ -156,7 +154,7 @@ class Recorder(TorchFunctionMode):
             return iter(self.__torch_function__(torch.unbind, types, args))
 
         def run() -> Any:
-            if any(isinstance(leaf, FakeTensor) for leaf in leaves(_opened((args, kwargs)))):
+            if any(isinstance(leaf, FakeTensor) for leaf in leaves(opened((args, kwargs)))):
                 return func(*args, **kwargs)
             with unset_fake_temporarily():  # positions and masks have real values, which the code may read
                 found = func(*args, **kwargs)
@@ -172,14 +170,14 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Runs a call and records it. buffers: those of a block, which it may change, at least in training."""
         places = sys._getframe(2)
-        given = [leaf for leaf in leaves(_opened((args, kwargs))) if isinstance(leaf, torch.Tensor)]
+        given = [leaf for leaf in leaves(opened((args, kwargs))) if isinstance(leaf, torch.Tensor)]
         given += buffers
         versions = [tensor._version for tensor in given]
         self._inside += 1
         try:
             found = run()
             changed = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
-            made = [leaf for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)]
+            made = [leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)]
             if why := self._numbers_read.why_not(function, given, changed, made):
                 raise RuntimeError(why)
             if made or changed or buffers:
@@ -198,12 +196,12 @@ class Recorder(TorchFunctionMode):
     def _note(
         self, function: Any, args: Any, kwargs: Any, found: Any, changed: Sequence[torch.Tensor], where: str, *, keeps: bool
     ) -> None:
-        taken, named = mapped(_opened(args), self._encoded), mapped(_opened(kwargs), self._encoded)
+        taken, named = mapped(opened(args), self._encoded), mapped(opened(kwargs), self._encoded)
         rebound = {id(t): t for one in changed for t in self._storages.get(one.untyped_storage()._cdata, [])}
         before = {key: self._numbers[key] for key in rebound}
         numbers = tuple(self._numbers[id(tensor)] for tensor in changed if id(tensor) in self._numbers)
-        result = mapped(_opened(found), lambda leaf: Ref(self.number(leaf)) if isinstance(leaf, torch.Tensor) else None)
-        returned = {id(leaf) for leaf in leaves(_opened(found)) if isinstance(leaf, torch.Tensor)}
+        result = mapped(opened(found), lambda leaf: Ref(self.number(leaf)) if isinstance(leaf, torch.Tensor) else None)
+        returned = {id(leaf) for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)}
         rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         own_autocast = None if autocast == self._autocast else autocast or torch.float32
@@ -267,17 +265,6 @@ class Recorder(TorchFunctionMode):
             frame = frame.f_back
         path = self._paths.get(module, "")
         return f"{path or 'the model'} ({type(module).__name__}{found})"
-
-
-def _opened(tree: Any) -> Any:
-    """Returns the tree with mappings of any kind, such as results of transformers, as dicts."""
-    if isinstance(tree, Mapping):
-        return {key: _opened(part) for key, part in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_opened(part) for part in tree))
-    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
-        return type(tree)(_opened(part) for part in tree) if type(tree) in (list, tuple) else [_opened(part) for part in tree]
-    return with_fields(tree, _opened(fields_of(tree))) if holds_fields(tree) else tree
 
 
 def program_of(recorder: Recorder, number: int, without: Set[int] = frozenset()) -> Program:

@@ -18,9 +18,26 @@ from seqpart.data.source import generators_kept
 from seqpart.data.splits import Split, is_pair
 
 
-def is_bare(data: object) -> bool:
-    """True if data, or the first item of a data set or loader, has no labels: a tensor, or a dict
-    without them."""
+def with_zeros(data: Any) -> tuple[Any, bool]:
+    """Returns data with a 0 as the label of each row, and true; or data that have labels as they are, and false."""
+    if not _is_bare(data):
+        return data, False
+    if isinstance(data, torch.Tensor | np.ndarray):
+        return (data, np.zeros(len(data), np.int64)), True
+    if isinstance(data, Mapping):
+        return (dict(data), np.zeros(len(next(iter(data.values()))), np.int64)), True
+    if not isinstance(data, DataLoader):
+        return (_Items if hasattr(data, "__getitem__") else _Stream)(data), True
+    loader, collate = copy.copy(data), data.collate_fn
+    streams = isinstance(data.dataset, IterableDataset)
+    object.__setattr__(loader, "dataset", (_Stream if streams else _Items)(data.dataset))
+    if collate is not default_collate:
+        object.__setattr__(loader, "collate_fn", _Collated(collate))
+    return loader, True
+
+
+def _is_bare(data: object) -> bool:
+    """True if data, or the first item of a data set or loader, has no labels: a tensor, or a dict without them."""
     if isinstance(data, torch.Tensor | np.ndarray):
         return True
     if isinstance(data, Mapping):
@@ -28,25 +45,7 @@ def is_bare(data: object) -> bool:
     if data is None or isinstance(data, Split | str | tuple) or is_pair(data):
         return False
     item = _first_item(data.dataset if isinstance(data, DataLoader) else data, getattr(data, "collate_fn", default_collate))
-    return (isinstance(item, torch.Tensor | np.ndarray | Mapping) and is_bare(item)) or _is_alone(item)
-
-
-def with_zeros(data: Any) -> Any:
-    """Returns data with a 0 as the label of each row; data that have labels are unchanged."""
-    if not is_bare(data):
-        return data
-    if isinstance(data, torch.Tensor | np.ndarray):
-        return data, np.zeros(len(data), np.int64)
-    if isinstance(data, Mapping):
-        return dict(data), np.zeros(len(next(iter(data.values()))), np.int64)
-    if not isinstance(data, DataLoader):
-        return (_Items if hasattr(data, "__getitem__") else _Stream)(data)
-    loader, collate = copy.copy(data), data.collate_fn
-    streams = isinstance(data.dataset, IterableDataset)
-    object.__setattr__(loader, "dataset", (_Stream if streams else _Items)(data.dataset))
-    if collate is not default_collate:
-        object.__setattr__(loader, "collate_fn", _Collated(collate))
-    return loader
+    return (isinstance(item, torch.Tensor | np.ndarray | Mapping) and _is_bare(item)) or _is_alone(item)
 
 
 def _is_alone(item: object) -> bool:

@@ -172,9 +172,11 @@ class Partition:
     def _build_optimizer(self) -> None:
         if not self.trainable:
             return
-        names = {id(p): block.exported(name) for block in self.blocks for name, p in block.module.named_parameters()}
-        in_order = [self.trainable[place] for place in sorted(self.trainable)]
-        self._adopted = self._choice.adopt(self._choice.build(in_order, [names[id(parameter)] for parameter in in_order]))
+        in_order, names = [self.trainable[place] for place in sorted(self.trainable)], list[str]()
+        if self._choice.named:
+            known = {id(p): block.exported(name) for block in self.blocks for name, p in block.module.named_parameters()}
+            names = [known[id(parameter)] for parameter in in_order]
+        self._adopted = self._choice.adopt(self._choice.build(in_order, names))
         self.built = weakref.ref(self._adopted.optimizer)
         for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[2], strict=True):
             if not (begun := block.state_home in self._store):

@@ -400,14 +400,15 @@ def network():
 ROWS = torch.randn(48, 8), torch.arange(48) % 4
 
 
-def in_a_plain_loop(build, epochs=3):
+def in_a_plain_loop(build, epochs=3, *, named=False):
     model = network()
-    optimizer = build(list(model.parameters()))
+    built = build(list(model.named_parameters() if named else model.parameters()))
     for _ in range(epochs):
         for x, y in zip(*(part.split(16) for part in ROWS), strict=True):
-            optimizer.zero_grad()
+            model.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            for optimizer in built if isinstance(built, list) else [built]:
+                optimizer.step()
     return model.state_dict()
 
 
@@ -729,26 +730,13 @@ def by_name(named_parameters):
     ]
 
 
-def in_a_plain_loop_of_several(build):
-    model = network()
-    optimizers = build(list(model.parameters()) if build is two else list(model.named_parameters()))
-    for _ in range(3):
-        for x, y in zip(*(part.split(16) for part in ROWS), strict=True):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    return model.state_dict()
-
-
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("options", [{}, {"method": "full", "partitions": 1}], ids=["streamed", "full"])
 @pytest.mark.parametrize("build", [two, by_name])
 def test_a_function_may_return_several_optimizers_and_know_names(build, options, tmp_path):
     """A partition, or one parameter of a trial, may need one of them alone: "optimizer got an empty parameter list"."""
     weights, _ = trained(build, tmp_path, **options)
-    plain = in_a_plain_loop_of_several(build)
+    plain = in_a_plain_loop(build, named=build is by_name)
     assert [name for name, value in plain.items() if not torch.equal(value, weights[name])] == []
 
 
