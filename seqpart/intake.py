@@ -15,7 +15,7 @@ from seqpart.data.padding import Padding, padded
 from seqpart.data.reader import WINDOW
 from seqpart.data.source import Source
 from seqpart.data.splits import Split, as_pair, as_split, first_rows, is_pair
-from seqpart.data.unlabelled import with_zeros
+from seqpart.data.unlabelled import out_of_one, with_zeros
 from seqpart.errors import DataError
 from seqpart.fields import values_of
 from seqpart.settings import Settings
@@ -77,7 +77,7 @@ def batch_rows(
 
     form: the form of the example's rows. labelled: False if they have no labels.
     """
-    batch = as_pair(batch if labelled else with_zeros(batch)[0], name)
+    batch = as_pair(batch if labelled else with_zeros(out_of_one(batch))[0], name)
     if is_pair(batch):
         batch = batch if padding is None else padding.of_batch(batch, name)
         batch = in_order(batch[0], form), batch[1]

@@ -109,6 +109,13 @@ def spread_out(output):
     return (output.mean(0).square() + (1 - output.var(0)).square()).sum()
 
 
+class Rows(IterableDataset):
+    """A stream of inputs alone; torch's class has a `[i]` that fails."""
+
+    def __iter__(self):
+        return iter(X)
+
+
 BARE = {
     "a tensor": lambda: X,
     "an array": lambda: X.numpy(),
@@ -117,6 +124,8 @@ BARE = {
     "a loader": lambda: DataLoader(TensorDataset(X), batch_size=BATCH),
     "a loader of its own batches": lambda: DataLoader(list(X), batch_size=BATCH, collate_fn=torch.stack),
     "a dict": lambda: {"x": X},
+    "a stream": lambda: Rows(),
+    "a loader of a stream": lambda: DataLoader(Rows(), batch_size=BATCH),
 }
 
 
@@ -139,6 +148,8 @@ def test_data_without_labels_train_by_a_loss_of_the_output_alone(kind, tmp_path)
     assert asked.evaluate(BARE[kind]()).loss == pytest.approx(float(result.test_loss))
     with Trainer(Net(), spread_out, **given).session(BARE[kind]()) as session:
         assert session.step({"x": X[:BATCH]} if kind == "a dict" else X[:BATCH]) > 0
+        if kind == "a loader":  # its batches are lists of one tensor
+            assert session.step(next(iter(BARE[kind]()))) > 0
 
 
 def test_labels_that_a_collate_fn_adds_are_labels(tmp_path):

@@ -16,12 +16,12 @@ from seqpart.capture.own_loss import (
     LABELS,
     Labels,
     OwnLoss,
-    following,
+    loss_of,
     name_of_labels,
     refuse_labels_in_layers,
     split_off,
 )
-from seqpart.capture.program import Differs, Program, by_name, generalised, leaves
+from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves
 from seqpart.capture.recorder import Inside, Recorder, program_of
 from seqpart.capture.unrecorded import extremes, refuse_memory
 from seqpart.errors import ModelError
@@ -141,11 +141,11 @@ def _in_mode(
     model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
     labels: Labels | None, autocast: torch.dtype | None, outputs: Outputs | None,
 ) -> Program:  # fmt: skip
-    one, other = (
-        _recorded(model, blocks, (rows, *shape), dtype, training, form, labels, autocast, outputs)
-        for rows in (_ROWS, _OTHER_ROWS)
-    )
     try:
+        one, other = (
+            _recorded(model, blocks, (rows, *shape), dtype, training, form, labels, autocast, outputs)
+            for rows in (_ROWS, _OTHER_ROWS)
+        )
         return generalised(one, other, _ROWS, _OTHER_ROWS)
     except Differs as error:
         raise ModelError(
@@ -199,19 +199,24 @@ def _recorded(
         recorder, found = ran()
         recorder.refuse_replaced_buffers(buffers)
         refuse_memory(before, outside, lambda: ran(again=True), recorder.remembers)
-        taken, loss = (found, None) if labels is None else split_off(recorder, model, found)
+        total = None if labels is None else loss_of(model, found)
+        taken, loss = (found, None) if total is None else split_off(recorder, model, found, total, outputs, training=training)
         if taken is None and outputs is not None and outputs.joined is not None:
             raise ModelError(
                 f'loss="model": the loss of {type(model).__name__} takes more in training than in evaluation. Let it take the '
                 "same, or give a function (what the model returns, labels) -> loss."
             )
-        join = outputs.prepare(taken, shape[0], training=training) if outputs is not None and taken is not None else None
+        join = (
+            outputs.prepare(taken, recorder, training=training, total=total)
+            if outputs is not None and taken is not None
+            else None
+        )
         if join is not None:
             found = _recorded_by(recorder, join)
         if labels is None:
             return program_of(recorder, recorder.known(judged_output(model, found, outputs.why_not if outputs else "")))
         assert loss is not None
-        program = program_of(recorder, recorder.known(found) if join else loss.takes[0], following(recorder.ops))
+        program = program_of(recorder, recorder.known(found) if join else loss.takes[0], following(LABELS, recorder.ops))
         refuse_labels_in_layers(model, program.ops)
         return replace(program, loss=loss)
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart.capture.outputs import Outputs
-from seqpart.capture.program import Op, Own, Program, Ref, by_name, leaves, mapped, needed_for
+from seqpart.capture.program import Op, Own, Program, Ref, by_name, following, leaves, mapped, needed_for
 from seqpart.capture.recorder import Recorder
 from seqpart.capture.segment import Segment, Steps
 from seqpart.errors import ModelError
@@ -51,11 +51,13 @@ def name_of_labels(model: nn.Module, inputs: Iterable[str | None]) -> str:
     return found[0]
 
 
-def split_off(recorder: Recorder, model: nn.Module, found: Any) -> tuple[list[torch.Tensor] | None, Program]:
+def split_off(
+    recorder: Recorder, model: nn.Module, found: Any, total: torch.Tensor, outputs: Outputs | None, *, training: bool
+) -> tuple[list[torch.Tensor] | None, Program]:  # fmt: skip
     """Returns (what the loss takes beside the labels, the loss as a program of that and the labels), of a run that returned
-    `found`. None in the place of the first: the judged output is enough."""
-    loss, one = recorder.known(_loss(model, found)), _judged(found)
-    with_labels = following(recorder.ops)
+    `found`, with the loss `total`. None in the place of the first: the judged output is enough."""
+    loss, one = recorder.known(total), _judged(found)
+    with_labels = following(LABELS, recorder.ops)
     judged, taken = recorder.known(one) if one is not None else _last_given(recorder, loss), None
     numbers: tuple[int, ...] = () if judged is None else (judged,)
 
@@ -67,6 +69,8 @@ def split_off(recorder: Recorder, model: nn.Module, found: Any) -> tuple[list[to
     ops, free, lacks = of_the_rest()
     if lacks:
         taken = _frontier(recorder, loss, one, with_labels)
+        if outputs is not None:
+            taken = _with_sources(taken, one, recorder, outputs, training)
         numbers = tuple(recorder.known(tensor) for tensor in taken)
         ops, free, lacks = of_the_rest()
     owned = set().union(*(op.owned for op in ops))
@@ -94,13 +98,15 @@ def _frontier(recorder: Recorder, loss: int, judged: torch.Tensor | None, with_l
     return found if judged is None or any(tensor is judged for tensor in found) else [judged, *found]
 
 
-def following(ops: Iterable[Op]) -> set[int]:
-    """Returns the numbers of the labels and of all that is computed from them."""
-    found = {LABELS}
-    for op in ops:
-        if op.uses & found:
-            found |= op.makes
-    return found
+def _with_sources(
+    taken: list[torch.Tensor], judged: torch.Tensor | None, recorder: Recorder, outputs: Outputs, training: bool
+) -> list[torch.Tensor]:  # fmt: skip
+    """Returns `taken` with the tensors of rows that numbers of the batch are computed from in the place of these."""
+    found: dict[int | str, torch.Tensor] = {}
+    for tensor in taken:
+        sources = None if tensor is judged else outputs.sources(tensor, recorder, training=training)
+        found |= {recorder.name(one): one for one in ([tensor] if sources is None else map(recorder.tensor, sorted(sources)))}
+    return list(found.values())
 
 
 def refuse_labels_in_layers(model: nn.Module, ops: Iterable[Op]) -> None:
@@ -113,7 +119,8 @@ def refuse_labels_in_layers(model: nn.Module, ops: Iterable[Op]) -> None:
             )
 
 
-def _loss(model: nn.Module, found: Any) -> torch.Tensor:
+def loss_of(model: nn.Module, found: Any) -> torch.Tensor:
+    """Returns the loss among what a model returned. Raises ModelError."""
     named = by_name(found).get("loss")
     scalars = [leaf for leaf in leaves(by_name(found) or found) if isinstance(leaf, torch.Tensor) and not leaf.ndim]
     if isinstance(named, torch.Tensor) and named.numel() == 1:
@@ -135,7 +142,7 @@ def _judged(found: Any) -> torch.Tensor | None:
 
 def _last_given(recorder: Recorder, loss: int) -> int | None:
     """Returns the output of the layer that the loss is computed from; None if it is computed from several."""
-    layers = {number for op in recorder.ops if op.is_module for number in op.makes} - following(recorder.ops)
+    layers = {number for op in recorder.ops if op.is_module for number in op.makes} - following(LABELS, recorder.ops)
     ops, _ = needed_for({loss}, recorder.ops, layers | {LABELS})
     found = {number for op in ops for number in op.uses & layers}
     return found.pop() if len(found) == 1 else None
@@ -153,7 +160,8 @@ class OwnLoss:
         """outputs: the tensors that it takes, where they are several. Raises ModelError if it uses a parameter of the model."""
         self._takes, self._follows, self._joined = program.takes, program.follows, outputs.joined
         if self._joined is not None:
-            self.example, self.averaged = self._joined.example, self._joined.averaged
+            self.example, self.of_batch = self._joined.example, self._joined.of_batch
+        self.called = '"model"'
         self._modules = {
             str(op.function): copy.deepcopy(model.get_submodule(str(op.function))) for op in program.ops if op.is_module
         }
@@ -175,7 +183,7 @@ class OwnLoss:
         if asked is not None:
             scores, labels, self._ignored = asked
             from_labels, free = needed_for({labels}, ops, {LABELS})
-            if not free:
+            if not free and labels in following(LABELS, ops):
                 self._targets = self._part(from_labels, [labels], from_labels=True)
                 self._scores = self._part(needed_for({scores}, ops, {*program.takes, LABELS})[0], [scores])
                 self.counts = self._counted

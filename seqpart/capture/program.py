@@ -5,7 +5,7 @@ different rows: two runs are merged into one program in which it follows the row
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -117,6 +117,15 @@ def needed_for(
     return tuple(reversed(kept)), needed - made
 
 
+def following(number: int, ops: Iterable[Op]) -> set[int]:
+    """Returns `number` and the numbers of all that is computed from it."""
+    found = {number}
+    for op in ops:
+        if op.uses & found:
+            found |= op.makes
+    return found
+
+
 def by_name(found: Any) -> dict[str, Any]:
     """Returns a model's outputs by name, if it returned a mapping, a named tuple or a dataclass; else an empty dict."""
     if isinstance(found, Mapping):
@@ -224,7 +233,7 @@ def generalised(one: Program, other: Program, rows: int, other_rows: int) -> Pro
             raise Differs(first)
         try:
             args, kwargs = (
-                _follow(a, b, rows, other_rows) for a, b in ((first.args, second.args), (first.kwargs, second.kwargs))
+                followed(a, b, rows, other_rows) for a, b in ((first.args, second.args), (first.kwargs, second.kwargs))
             )
         except ValueError:
             raise Differs(first) from None
@@ -237,19 +246,20 @@ def generalised(one: Program, other: Program, rows: int, other_rows: int) -> Pro
     return replace(one, ops=tuple(ops), follows=follows, loss=loss)
 
 
-def _follow(one: Any, other: Any, rows: int, other_rows: int) -> Any:
+def followed(one: Any, other: Any, rows: int, other_rows: int) -> Any:
+    """Merges values of two runs with different rows. Raises ValueError if they differ in more than the numbers of rows."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        parts = [_follow(a, b, rows, other_rows) for a, b in zip(one, other, strict=True)]
+        parts = [followed(a, b, rows, other_rows) for a, b in zip(one, other, strict=True)]
         return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() != other.keys():
             raise ValueError
-        return {key: _follow(one[key], other[key], rows, other_rows) for key in one}
+        return {key: followed(one[key], other[key], rows, other_rows) for key in one}
     if isinstance(one, slice) and isinstance(other, slice):
         ends = ((one.start, other.start), (one.stop, other.stop), (one.step, other.step))
-        return slice(*(_follow(a, b, rows, other_rows) for a, b in ends))
+        return slice(*(followed(a, b, rows, other_rows) for a, b in ends))
     if type(one) is type(other) and holds_fields(one):
-        return with_fields(one, _follow(fields_of(one), fields_of(other), rows, other_rows))
+        return with_fields(one, followed(fields_of(one), fields_of(other), rows, other_rows))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one is other or (one.shape == other.shape and torch.equal(one, other)):
             return one

@@ -31,10 +31,11 @@ from seqpart.capture.unrecorded import LARGEST, Layers, ReadNumbers, why_not
 from seqpart.errors import ModelError
 from seqpart.profile.fake_mode import asks_for_values, run_for_real
 
-_CONSTANTS = (
+CONSTANTS = (
     bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, type, Enum, range,
     FunctionType, BuiltinFunctionType, type(None), type(Ellipsis),
 )  # fmt: skip
+"""Types of values that hold no tensors."""
 
 
 class Inside(Exception):
@@ -86,6 +87,15 @@ class Recorder(TorchFunctionMode):
     def tensor(self, number: int) -> torch.Tensor:
         """Returns the tensor that has this number now."""
         return next(tensor for tensor in self._alive if self._numbers[id(tensor)] == number)
+
+    @property
+    def current(self) -> set[int]:
+        """Numbers of tensors that no later call has changed."""
+        return set(self._numbers.values())
+
+    def name(self, tensor: torch.Tensor) -> int | str:
+        """Returns a tensor's current number, or the name of a parameter or buffer; "" for any other."""
+        return self._numbers.get(id(tensor), self._names.get(id(tensor), ""))
 
     def known(self, tensor: torch.Tensor) -> int:
         """Returns a tensor's current number. Raises ModelError for a tensor that the model did not make."""
@@ -226,7 +236,7 @@ class Recorder(TorchFunctionMode):
             raise TypeError("it takes a tensor that is neither a parameter nor a buffer of the model, and requires grad")
         if isinstance(leaf, torch.device):
             return OfDevice()
-        if isinstance(leaf, _CONSTANTS) or (callable(leaf) and not isinstance(leaf, nn.Module)):
+        if isinstance(leaf, CONSTANTS) or (callable(leaf) and not isinstance(leaf, nn.Module)):
             return leaf
         raise TypeError(f"it takes a {type(leaf).__name__}, in which tensors may hide")
 

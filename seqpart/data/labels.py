@@ -125,9 +125,9 @@ class LossOfSeveral:
         for name in ("counts", "scores"):  # optional methods of the user's loss
             if callable(own := getattr(loss, name, None)):
                 setattr(self, name, self._of_labels(own))
-        for name in ("returned", "example", "averaged"):  # of a loss of several outputs
-            if callable(own := getattr(loss, name, None)):
-                setattr(self, name, own)
+        for name in ("returned", "example", "of_batch"):  # of a loss of several outputs
+            if hasattr(loss, name):
+                setattr(self, name, getattr(loss, name))
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> Any:
         return self._loss(output, self._apart(labels))  # type: ignore[arg-type]

@@ -27,10 +27,9 @@ def with_zeros(data: Any) -> tuple[Any, bool]:
     if isinstance(data, Mapping):
         return (dict(data), np.zeros(len(next(iter(data.values()))), np.int64)), True
     if not isinstance(data, DataLoader):
-        return (_Items if hasattr(data, "__getitem__") else _Stream)(data), True
+        return _with_labels(data), True
     loader, collate = copy.copy(data), data.collate_fn
-    streams = isinstance(data.dataset, IterableDataset)
-    object.__setattr__(loader, "dataset", (_Stream if streams else _Items)(data.dataset))
+    object.__setattr__(loader, "dataset", _with_labels(data.dataset))
     if collate is not default_collate:
         object.__setattr__(loader, "collate_fn", _Collated(collate))
     return loader, True
@@ -48,6 +47,20 @@ def _is_bare(data: object) -> bool:
     return (isinstance(item, torch.Tensor | np.ndarray | Mapping) and _is_bare(item)) or _is_alone(item)
 
 
+def _has_places(items: object) -> bool:
+    """True for a data set with `[i]`: torch's streams have one that fails."""
+    return hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
+
+
+def _with_labels(items: Any) -> "_Items | _Stream":
+    return _Items(items) if _has_places(items) else _Stream(items)
+
+
+def out_of_one(batch: Any) -> Any:
+    """Returns the tensor of a batch that is a list or tuple of one, as loaders of a TensorDataset of one tensor give."""
+    return batch[0] if _is_alone(batch) else batch
+
+
 def _is_alone(item: object) -> bool:
     return isinstance(item, tuple | list) and len(item) == 1
 
@@ -58,14 +71,14 @@ def _first_item(items: Any, collate: Callable[[list[Any]], Any]) -> Any:
         with generators_kept():
             if iter(items) is items:  # it can be read once
                 return None
-            item = items[0] if hasattr(items, "__getitem__") else next(iter(items))
+            item = items[0] if _has_places(items) else next(iter(items))
             return item if collate is default_collate else collate([item])
     except Exception:  # it is read again, and its error told, where its rows are
         return None
 
 
 def _with_zero(item: Any) -> tuple[Any, int]:
-    return (item[0] if _is_alone(item) else item), 0
+    return out_of_one(item), 0
 
 
 class _Items:

@@ -429,12 +429,16 @@ class Held:
     def adds_up(self, loss: LossFunction, reduction: Reduction) -> bool:
         """True if `loss` adds up as `reduction` says. Leaves generators of random numbers unchanged.
 
-        True also where it cannot be checked: for a module with buffers, and for a loss that refuses numbers of 64 bits.
+        True also where it cannot be checked: for a module with buffers, for a loss that refuses numbers of 64 bits, and for one
+        that takes a number of each micro-batch.
         """
-        if len(self._parts) < 2 or (isinstance(loss, nn.Module) and any(True for _ in loss.buffers())):
+        if (
+            len(self._parts) < 2
+            or getattr(loss, "of_batch", False)
+            or (isinstance(loss, nn.Module) and any(True for _ in loss.buffers()))
+        ):
             return True
-        averaged = getattr(loss, "averaged", torch.positive)
-        whole = averaged(torch.cat([output for output, _ in self._parts])), torch.cat([labels for _, labels in self._parts])
+        whole = torch.cat([output for output, _ in self._parts]), torch.cat([labels for _, labels in self._parts])
         devices = [whole[0].device] if whole[0].is_cuda else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices), generators_left_alone(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -481,4 +485,5 @@ _CURE = (
 
 
 def name_of(loss: object) -> str:
-    return getattr(loss, "__qualname__", type(loss).__qualname__)
+    """Returns what messages call a loss."""
+    return str(getattr(loss, "called", getattr(loss, "__qualname__", type(loss).__qualname__)))

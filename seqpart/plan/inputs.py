@@ -190,6 +190,13 @@ class Inputs:
         sizes = {*values_of(self.settings.batch_size), self.settings.recovery_batch_size or self.largest_batch}
         divided = None if {min(size, self.train.count) for size in sizes} == {batch} else self.full_batch
         shape, dtype, labels = last.output_shape, last.output_dtype, self.train.labels
+        if divided is not None and batch is None and getattr(self._final_loss, "of_batch", False):
+            raise OptionError(
+                f"loss {name_of(self._final_loss)}: it takes a number of the whole batch that a layer computes (a balance of "
+                "experts?). A micro-batch has another, so training would depend on the micro-batch, and so on the limit. Give "
+                f"--micro-batch-size {divided} for one of the whole batch, or fewer rows, and each of their numbers counts by "
+                "its rows, as where gradients are accumulated."
+            )
         return reduction_of(self._final_loss, shape, dtype, labels, self.test.labels, batch=divided)
 
     def _refuse_giants(self) -> None:

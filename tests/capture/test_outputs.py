@@ -54,10 +54,11 @@ def plain(model, loss, data, *, epochs=2):
     return model
 
 
-def trained(model, loss, data, folder, **options):
+def trained(model, loss, data, folder, *, x=None, **options):
     given = {"mem_limit": "3GB", "method": "streamed", "partitions": 2, "epochs": 2, "batch_size": BATCH, "shuffle": False}
     optimizer = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.1}
-    return Trainer(model, loss, quiet=True, offload_dir=folder, **given | optimizer | options).fit(data, data)
+    both = (data, data) if x is None else (x, x)
+    return Trainer(model, loss, quiet=True, offload_dir=folder, **given | optimizer | options).fit(*both)
 
 
 def two(out, y):
@@ -211,16 +212,37 @@ def test_a_loss_that_fails_either_way_is_quoted(tmp_path):
         trained(Net(lambda net, h, s, v: {"a": s, "b": v}), lambda out, y: out["scores"].mean(), (X, Y), tmp_path)
 
 
-def test_outputs_that_compare_rows_are_refused_in_words(tmp_path):
-    with pytest.raises(ModelError, match=r"tensor 1 of what the model returns has shape \(6, 6\) for 6 rows"):
-        trained(Net(lambda net, h, s, v: (s, h @ h.T)), lambda out, y: out[1].mean(), (X, Y), tmp_path)
+def test_outputs_that_compare_rows_train_in_whole_batches(tmp_path):
+    def loss(out, y):
+        return F.cross_entropy(out[0], y) + out[1].square().mean()
+
+    torch.manual_seed(0)
+    model = Net(lambda net, h, s, v: (s, h @ h.T))
+    with pytest.raises(OptionError, match=f"micro_batch_size={BATCH}"):
+        trained(model, loss, (X, Y), tmp_path)
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    trained(model, loss, (X, Y), tmp_path, micro_batch_size=BATCH)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+class Pairs(nn.Module):
+    def forward(self, h):
+        return h @ h.T
+
+
+def test_a_layer_that_compares_rows_is_refused_in_words(tmp_path):
+    model = Net(lambda net, h, s, v: (s, net.pairs(h)))
+    model.pairs = Pairs()
+    with pytest.raises(ModelError, match=r"what the model returns has shape \(6, 6\) for 6 rows"):
+        trained(model, lambda out, y: out[1].mean(), (X, Y), tmp_path)
 
 
 def test_outputs_that_compare_rows_are_left_out_where_the_loss_does_not_use_them(tmp_path):
     """As the logits of CLIP, which a loss computes from the embeddings where it has whole batches."""
     loss = CASES["a tuple"][1]
     torch.manual_seed(0)
-    model = Net(lambda net, h, s, v: (s, v, h @ h.T))
+    model = Net(lambda net, h, s, v: (s, v, net.pairs(h)))
+    model.pairs = Pairs()
     expected = plain(copy.deepcopy(model), loss, (X, Y))
     trained(model, loss, (X, Y), tmp_path)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))

@@ -129,7 +129,7 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(name, tmp_path):
 
 
 def test_a_loss_whose_parts_do_not_add_up_is_not_divided(tmp_path):
-    with pytest.raises(OptionError, match="OwnLoss: the loss of a batch is neither the mean of its parts"):
+    with pytest.raises(OptionError, match='"model": the loss of a batch is neither the mean of its parts'):
         trained(Targets, tmp_path / "run", classes(), classes(8, 2), micro_batch_size=3)
 
 

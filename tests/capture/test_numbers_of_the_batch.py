@@ -1,0 +1,264 @@
+"""A number that a model computes over a whole batch adds up rightly, whatever the micro-batch, or is refused.
+
+Once such a number of each micro-batch counted by its rows whatever it was: the limit, which decides the micro-batch, decided
+what was learned.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from seqpart.errors import DataError, ModelError, OptionError
+from tests.capture.test_outputs import BATCH, CASES, ROWS, Net, X, Y, plain, trained
+
+
+def same(model, expected, **near):
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, **near or {"rtol": 0, "atol": 0})
+
+
+NEAR = {"rtol": 1e-3, "atol": 2e-5}
+ADD_UP = {
+    "a mean": (lambda net, h, s, v: (s, h.square().mean()), lambda out, y: F.cross_entropy(out[0], y) + out[1]),
+    "sums": (
+        lambda net, h, s, v: (s, h.square().sum()),
+        lambda out, y: F.cross_entropy(out[0], y, reduction="sum") + 0.01 * out[1],
+    ),
+    "a vector of means": (
+        lambda net, h, s, v: (s, h.mean(0)),
+        lambda out, y: F.cross_entropy(out[0], y) + (out[1] * torch.arange(16.0)).sum(),
+    ),
+    "a mean times the constant of a parameter": (
+        lambda net, h, s, v: (s, v.mean() * net.scale.exp().square()),
+        lambda out, y: F.cross_entropy(out[0], y) + out[1],
+    ),
+    "what is counted": (
+        lambda net, h, s, v: (s, (h > 0).sum(), len(h)),
+        lambda out, y: F.cross_entropy(out[0], y) + 0 * out[1] / out[2],
+    ),
+}
+DO_NOT = {
+    "a deviation": (lambda net, h, s, v: (s, h.std()), lambda out, y: F.cross_entropy(out[0], y) + out[1]),
+    "the square of a mean": (lambda net, h, s, v: (s, h.mean()), lambda out, y: F.cross_entropy(out[0], y) + out[1].square()),
+    "a sum beside a mean": (lambda net, h, s, v: (s, h.sum()), lambda out, y: F.cross_entropy(out[0], y) + 0.01 * out[1]),
+    "what a loss divides by": (
+        lambda net, h, s, v: (s, (h > 0).sum()),
+        lambda out, y: F.cross_entropy(out[0], y, reduction="sum") / out[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ADD_UP)
+def test_micro_batches_add_up_to_the_batch(case, tmp_path):
+    form, loss = ADD_UP[case]
+    torch.manual_seed(0)
+    model = Net(form)
+    start = copy.deepcopy(model)
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    whole = trained(model, loss, (X, Y), tmp_path / "whole", micro_batch_size=BATCH)
+    same(model, expected)
+    divided = trained(start, loss, (X, Y), tmp_path / "divided", micro_batch_size=4)
+    same(start, expected, **NEAR)
+    assert float(divided.test_loss) == pytest.approx(float(whole.test_loss), rel=1e-3)
+
+
+@pytest.mark.parametrize("case", DO_NOT)
+def test_what_does_not_add_up_needs_whole_batches(case, tmp_path):
+    form, loss = DO_NOT[case]
+    torch.manual_seed(0)
+    model = Net(form)
+    for options in ({}, {"micro_batch_size": 4}):
+        with pytest.raises(OptionError, match=f"neither the mean of its parts.*micro_batch_size={BATCH}"):
+            trained(model, loss, (X, Y), tmp_path, **options)
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    trained(model, loss, (X, Y), tmp_path, micro_batch_size=BATCH)
+    same(model, expected)
+
+
+class Gates(nn.Module):
+    """A layer of two experts that returns how unequally they are used."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 2)
+
+    def forward(self, h):
+        return (self.gate(h).softmax(1).mean(0).square().sum(),)
+
+
+def balanced():
+    torch.manual_seed(0)
+    model = Net(lambda net, h, s, v: (s, net.gates(h)[0]))
+    model.gates = Gates()
+    return model
+
+
+def balance(out, y):
+    return F.cross_entropy(out[0], y) + out[1]
+
+
+def test_a_number_from_inside_a_layer_needs_a_micro_batch_that_the_limit_does_not_choose(tmp_path):
+    """As the balance of experts: there it is what gradient accumulation makes of it, if that is asked for."""
+    with pytest.raises(OptionError, match=f"a number of the whole batch that a layer.*micro_batch_size={BATCH}"):
+        trained(balanced(), balance, (X, Y), tmp_path)
+    model, expected = balanced(), balanced()
+    trained(model, balance, (X, Y), tmp_path, micro_batch_size=BATCH)
+    same(model, plain(expected, balance, (X, Y)))
+    model, expected = balanced(), balanced()
+    trained(model, balance, (X, Y), tmp_path, micro_batch_size=4, epochs=1)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    for at in range(0, ROWS, BATCH):
+        optimizer.zero_grad()
+        for part in range(at, at + BATCH, 4):
+            (balance(expected(X[part : part + 4]), Y[part : part + 4]) / 4).backward()
+        optimizer.step()
+    same(model, expected)
+
+
+def test_a_number_from_inside_a_layer_that_the_loss_leaves_out_does_no_harm(tmp_path):
+    model = balanced()
+    loss = CASES["a head that the loss leaves out"][1]
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    trained(model, loss, (X, Y), tmp_path)
+    same(model, expected)
+
+
+class Reconstructs(nn.Module):
+    """Computes its own loss of inputs alone; `kind` is what it returns of the reconstruction and the input."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.body, self.norm, self.head = nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 12)
+
+    def forward(self, x):
+        h = self.norm(self.body(x)).relu()
+        found = self.head(h)
+        return {"loss": self.kind(found, x, h), "hidden": h}
+
+
+OWN = {
+    "a mean": lambda found, x, h: F.mse_loss(found, x) + 0.1 * h.mean(),
+    "a sum": lambda found, x, h: F.mse_loss(found, x, reduction="sum") + h.square().sum(),
+    "a mean of sums": lambda found, x, h: (found - x).square().sum(1).mean() - h.detach().mean(),
+}
+
+
+def plain_own(model, rows=BATCH):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    for at in range(0, ROWS, BATCH):
+        optimizer.zero_grad()
+        model(X[at : at + BATCH])["loss"].backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_loss_of_the_models_own_adds_up_without_labels(kind, tmp_path):
+    torch.manual_seed(0)
+    model = Reconstructs(OWN[kind])
+    start, expected = copy.deepcopy(model), plain_own(copy.deepcopy(model))
+    whole = trained_own(model, tmp_path / "whole", micro_batch_size=BATCH)
+    same(model, expected)
+    divided = trained_own(start, tmp_path / "divided", micro_batch_size=4)
+    same(start, expected, **NEAR)
+    assert float(divided.test_loss) == pytest.approx(float(whole.test_loss), rel=1e-3)
+
+
+def trained_own(model, folder, **options):
+    return trained(model, "model", None, folder, epochs=1, x=X, **options)
+
+
+def test_a_loss_of_the_models_own_that_compares_rows_needs_whole_batches(tmp_path):
+    """As contrastive learning: the scores of all pairs."""
+    torch.manual_seed(0)
+    model = Reconstructs(lambda found, x, h: F.cross_entropy(found @ x.T, torch.arange(len(x))))
+    with pytest.raises(OptionError, match=f"micro_batch_size={BATCH}"):
+        trained_own(model, tmp_path)
+    expected = plain_own(copy.deepcopy(model))
+    trained_own(model, tmp_path, micro_batch_size=BATCH)
+    same(model, expected)
+
+
+def test_numbers_of_rows_among_the_outputs_follow_the_rows(tmp_path):
+    """They were frozen at the rows of the recorded batch."""
+
+    def loss(out, y):
+        assert out["rows"] == len(out["scores"]) and out["twice"] == 2 * len(out["scores"]) and out["kind"] is torch.float32
+        return F.cross_entropy(out["scores"], y, reduction="sum") / out["rows"]
+
+    torch.manual_seed(0)
+    model = Net(lambda net, h, s, v: {"scores": s, "rows": len(h), "twice": 2 * len(h), "kind": h.dtype})
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    trained(model, loss, (X, Y), tmp_path)
+    same(model, expected)
+
+
+class Cache:
+    """A value that may hold anything."""
+
+
+def test_a_value_that_cannot_be_kept_is_refused_when_it_is_used(tmp_path):
+    loss = CASES["a head that the loss leaves out"][1]
+    torch.manual_seed(0)
+    model = Net(lambda net, h, s, v: (s, Cache(), len(h) ** 2))
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    trained(model, loss, (X, Y), tmp_path)
+    same(model, expected)
+
+    def curious(place):
+        seen = []
+
+        def loss(out, y):
+            seen.append(None)
+            return F.cross_entropy(out[0], y) + (out[place] * 0 if len(seen) > 2 else 0)
+
+        return loss
+
+    with pytest.raises((DataError, ModelError), match="a Cache of what the model returns is not kept"):
+        trained(model, curious(1), (X, Y), tmp_path)
+    with pytest.raises((DataError, ModelError), match="the value 16 of what the model returns depends on the number of rows"):
+        trained(model, curious(2), (X, Y), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [lambda net, h, s, v: (s, v.expand(-1, 7)), lambda net, h, s, v: (s, net.scale.expand(len(h), 7)),
+     lambda net, h, s, v: (s, h[:, None, ::2].expand(-1, 3, -1)), lambda net, h, s, v: (s, h.unfold(1, 4, 2))],
+    ids=["columns", "rows of a parameter", "between", "windows"],
+)  # fmt: skip
+def test_expanded_tensors_keep_their_bits(form, tmp_path):
+    def loss(out, y):
+        return F.cross_entropy(out[0], y) + (out[1].sum(-1) * 1.7).exp().mean()
+
+    torch.manual_seed(0)
+    model = Net(form)
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    trained(model, loss, (X, Y), tmp_path)
+    same(model, expected)
+
+
+def test_a_loss_may_write_into_what_it_gets(tmp_path):
+    def loss(out, y):
+        out[1].mul_(2).clamp_(min=0)
+        return F.cross_entropy(out[0].div_(2), y) + out[1].mean()
+
+    torch.manual_seed(0)
+    model = Net(lambda net, h, s, v: (s * 1, v * 1))
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    trained(model, loss, (X, Y), tmp_path)
+    same(model, expected)
+
+
+def test_class_weights_among_the_outputs_get_no_gradient(tmp_path):
+    def loss(out, y):
+        return F.cross_entropy(out[0], y, weight=out[1], reduction="sum") / len(y)
+
+    torch.manual_seed(0)
+    model = Net(lambda net, h, s, v: (s, torch.arange(1.0, 6.0)))
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    trained(model, loss, (X, Y), tmp_path)
+    same(model, expected)
