@@ -222,7 +222,7 @@ class ResumePoint:
         return PlanWording(
             method="as before" if settings.method == "auto" and len(request.methods) == 1 else "",
             cut=AS_ASKED.cut if "partitions" in self.changed else "as before", micro_batch="as before",
-            otherwise="not all is as before: what does not fit any more is chosen again",
+            otherwise="not every choice is as before: what does not fit any more is chosen again",
         )  # fmt: skip
 
     def _prepared(

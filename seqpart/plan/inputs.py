@@ -139,8 +139,8 @@ class Inputs:
                 if not self.device.ran_out_of_memory(error):
                     raise
                 raise DoesNotFit(
-                    f"the limit of {format_size(self.limit)} is too small to plan in: looking at the model block by block "
-                    f"takes more. Give more, for example {format_limit(self.limit * 3 // 2)}."
+                    f"the limit of {format_size(self.limit)} is too small to plan in: measuring the model block by block "
+                    f"needs more memory. Give more, for example {format_limit(self.limit * 3 // 2)}."
                 ) from error
 
     def _check_model(self, trains: bool) -> None:
@@ -199,7 +199,8 @@ class Inputs:
         if giant.weights + giant.gradients > total:
             raise DoesNotFit(
                 f"{self.chain[number]} alone has {format_size(giant.weights)} of weights and {format_size(giant.gradients)} of "
-                f"gradients: more than the {format_size(total)} that the device has, so no limit would do. Split it."
+                f"gradients: more than the {format_size(total)} that the device has, so no limit would be enough. Split it "
+                "into smaller blocks."
             )
 
     def try_blocks(self, wanted: Iterable[tuple[int, int, int]]) -> bool:

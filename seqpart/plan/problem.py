@@ -150,7 +150,7 @@ class Candidate:
 
     @property
     def heap_reason(self) -> list[str]:
-        text = "memory of tensors that die stays for those that come: there is room for a heap of"
+        text = "freed memory stays in the process for later tensors: there is room for a heap of"
         return [f"{text} {format_size(self.heap)}"] if self.heap else []
 
 
@@ -173,7 +173,7 @@ def measurable(problem: Problem, micro_batch: int) -> bool:
     except (ModelError, DataError) as error:
         if is_largest:
             raise ModelError(
-                f"{problem.train_rows} rows in batches of {batch}, {micro_batch} at a time, leave a single row, and "
+                f"{problem.train_rows} rows in batches of {batch} and micro-batches of {micro_batch} leave a single row, and "
                 f"{error.with_flags} Give another --batch-size or --micro-batch-size."
             ) from None
         return False
@@ -285,10 +285,11 @@ def refuse_given(problem: Problem, peak: int) -> None:
     runtime, alive = problem.machine.runtime, problem.machine.live_bytes
     if alive and peak <= problem.machine.beside(alive):
         raise refused(
-            f"the model was given alive, which needs {format_size(peak)}, and {left_of(problem.limit)}.\n"
-            f"  Its weights, {format_size(alive)}, are all in memory when the run begins and when it ends, beside the runtime "
-            f"of {format_size(runtime)}.\n"
-            "  Give factories, which build one block at a time, or give more.",
+            f"the model was given alive, as modules that hold their weights: that needs {format_size(peak)}, and "
+            f"{left_of(problem.limit)}.\n"
+            f"  Its weights, {format_size(alive)}, are all in memory when the run begins and when it ends, together with the "
+            f"runtime of {format_size(runtime)}.\n"
+            "  Give factories, which build one block at a time, or give a larger limit.",
             limit_for(peak),
         )
 
