@@ -203,7 +203,7 @@ def test_a_value_without_rows_that_every_batch_has_another_of_is_refused(tmp_pat
 
 
 def test_synthetic_inputs_stand_for_one_value(tmp_path):
-    with pytest.raises(OptionError, match="other values pass by it, where synthetic inputs stand for one value alone"):
+    with pytest.raises(OptionError, match="other tensors go past it, and synthetic inputs stand for one tensor alone"):
         trained("dense", tmp_path / "run", sil_inputs="synthetic", objective="mse", kappa=10.0, shuffle=False)
 
 

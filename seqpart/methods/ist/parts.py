@@ -195,12 +195,13 @@ def _dealt(source: Factory, branch: str, parts: int) -> nn.Module:
 
 def _refuse_whole(chain: Chain, count: int) -> None:
     if chain.tile:
-        raise ModelError("method ist cuts layers itself, and takes none in tiles: leave out --tile.")
+        raise ModelError("method ist cuts layers itself, and takes none that are in tiles: leave out --tile.")
     for block, following in pairwise(chain):
         if len(block.gives) != 1 or following.takes != block.gives:
             raise ModelError(
-                "method ist trains networks in which each block hands one tensor to the next, and nothing passes over it; "
-                f"between {block} and {following} there are more. Give the model as a list of blocks, or use --method auto."
+                "method ist needs each block to pass one tensor to the next, and none past it (no skip connection between "
+                f"blocks); between {block} and {following} there are more. Give the model as a list of blocks, or use --method "
+                "auto."
             )
     tied = [str(block) for block in chain if block.tied]
     if tied:
