@@ -87,7 +87,7 @@ class Saving:
         self.told = True
         there = "as it stood there"
         if executor.went_back:
-            there = f"as it stood behind {executor.went_back}, when all that stays on the device was saved last (--save-every)"
+            there = f"as it stood after {executor.went_back}, when all that stays on the device was saved last (--save-every)"
         return f"The run is saved {there}: go on with {resuming(self._root)}"
 
     def _look_for_proof(self, executor: Executor) -> None:
@@ -127,7 +127,7 @@ class Saving:
             return f"The last checkpoint is from before that: go on from it with {resuming(self._root)} and {other}."
         if previous.exists():
             return (
-                "The last checkpoint led to it at once, and the one before it did not: go on from that with "
+                "The last checkpoint led to it at once, and the previous checkpoint did not: go on from that with "
                 f"{resuming(previous)} and {other}."
             )
         saved = "The only checkpoint led to it at once" if latest.exists() else "Nothing had been saved"

@@ -146,7 +146,10 @@ class WeightStore:
             module = block.build(device, seed)
             tensors = {} if block.alive is not None else block.own(tensors_of(module))
             if block.alive is None and layout_of(tensors) != cost.layout:
-                raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
+                raise ModelError(
+                    f"{block}: its factory built other tensors (names, shapes or types) when it was called again. Let it build "
+                    "the same ones every time."
+                )
             if not keep and block.number < len(self._prepared.chain.whole):  # a subnetwork's home is cut out of it later
                 self._send_home(block, cost.layout, tensors)
             detach(module)
