@@ -198,7 +198,9 @@ class Mean(nn.Module):
 
 
 def test_a_value_without_rows_that_every_batch_has_another_of_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="passes by the end of partition 0, has no rows and is another for every batch"):
+    with pytest.raises(
+        ModelError, match="goes past the end of partition 0, has no dimension of rows and differs from batch to batch"
+    ):
         trained("dense", tmp_path / "run", kind=Mean, partitions=(0, 2))
 
 
