@@ -272,7 +272,7 @@ def _find_tied(chain: Chain) -> None:
             block.tied += (Tied(name, owner, owner_name),)
     if problems:
         raise ModelError(
-            "only a parameter may be shared by blocks, since it has one home: "
+            "only a parameter may be shared by blocks, and each other tensor is stored with one block: "
             + ", ".join(problems) + ". Give each block its own, or let one layer make both calls."
         )  # fmt: skip
 
@@ -288,7 +288,7 @@ def refuse_without_values(modules: Mapping[str, nn.Module]) -> None:
             if type(tensor).__module__.partition(".")[0] in _QUANTIZED:
                 raise ModelError(
                     f"{name}.{own} is a {type(tensor).__name__} of quantized weights, which has scales beside its numbers that "
-                    "no home keeps. Give the network unquantized, in bfloat16 where memory or disk are short."
+                    "cannot be stored. Give the network unquantized, in bfloat16 where memory or disk are short."
                 )
     if problems := [text for name, module in modules.items() for text in _without_values(module, name)]:
         raise _unusable(problems)

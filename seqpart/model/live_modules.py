@@ -178,8 +178,8 @@ def refuse_away(model: object) -> None:
     parameters = (tensor for module in modules_of(model) for tensor in module._parameters.values() if tensor is not None)
     if any(tensor in _away for tensor in parameters):
         raise OptionError(
-            "the model, or a part of it, is in a session or a run that is not over, and empty until it is. Evaluate by "
-            "`session.evaluate`, or end the session first."
+            "the model, or a part of it, is in a session or a run that is not over, which holds its weights until then. "
+            "Evaluate by `session.evaluate`, or end the session first."
         )
 
 

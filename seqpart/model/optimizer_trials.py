@@ -41,7 +41,7 @@ Counts = list[tuple[dict[str, Any], dict[str, int]]]
 """Dicts of an optimizer, each with its whole numbers."""
 
 _OTHERS = "Use adam, adamw, sgd or adafactor."
-_ANEW = "where it is built anew for each visit of a partition, with all that it kept"
+_ANEW = "when it is built anew for each visit of a partition, with all the state that it kept"
 _FEW, _MANY = 1 << 14, 1 << 18
 """Numbers of a parameter in real steps: at most _FEW, or _MANY if it has other state with so few."""
 _STEPS, _SKIPPED, _LATE = 12, 990, 3
@@ -269,7 +269,7 @@ class _Trial:
                 )
                 if step is None:
                     return way, together, changed
-                reasons.append(f"its step {step} is another one {_ANEW}")
+                reasons.append(f"its step {step} has another result {_ANEW}")
             except NoHomeError as error:
                 reasons.append(str(error))
             except Exception as error:

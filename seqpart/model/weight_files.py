@@ -127,7 +127,7 @@ def _files(path: Path) -> tuple[Sequence[Path], Mapping[str, str]]:
 def _refuse_pickle(path: Path) -> None:
     if path.suffix in PICKLES:
         raise OptionError(
-            f"--weights: {path} is a pickle, which runs what is in it when it is read. Where you trust it, write its tensors "
+            f"--weights: {path} is a pickle, which runs what is in it when it is read. If you trust it, write its tensors "
             "once more: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')."
         )
 
@@ -175,7 +175,7 @@ def _refuse_types(head: bytes, path: Path) -> None:
     except (ValueError, AttributeError, TypeError):
         return  # it is damaged, which is found when it is decoded
     if unknown := sorted(map(str, found - set(DTYPES))):
-        raise ModelError(f"{path} holds tensors of type {', '.join(unknown)}, which have no home. Convert them.")
+        raise ModelError(f"{path} holds tensors of type {', '.join(unknown)}, which cannot be stored here. Convert them.")
 
 
 Modules = Callable[[Block], nn.Module]
