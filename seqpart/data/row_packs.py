@@ -116,7 +116,7 @@ class RowPacks:
     def _find(self, last: int) -> RowPack:
         costs = self._costs_at(self._rows)
         judged, live = costs[last].result, passing(costs, last)
-        more = self._rows + 1  # at one more row, a mask for as many positions as there were rows does not grow
+        more = self._rows + 1  # one more row shows which tensors grow with the rows
         try:
             other = [judged.with_rows(more)] if live == (judged,) else passing(self._costs_at(more), last)
         except (DataError, ModelError):

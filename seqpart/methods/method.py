@@ -111,7 +111,7 @@ class Workload:
     keeps: frozenset[int] = frozenset()
     """Partitions of a whole-network pass that keep their graphs."""
     offloads: frozenset[int] = frozenset()
-    """Those of `keeps` whose graphs are offloaded until backward."""
+    """Partitions of `keeps` whose graphs are offloaded until backward."""
     one_value: bool = True
     """True if only one value crosses each boundary, whose rows can wait in a file."""
     recovery: Recovery | None = None
@@ -226,7 +226,7 @@ class TrueLoss:
 
 
 class Method(ABC):
-    """What a way of training decides: its phases, the loss of each partition, and what it refuses.
+    """A way of training: its phases, the loss of each partition, and what it refuses.
 
     A method of your own is a subclass, made known by `seqpart.methods.register`; all that it leaves open is done as in exact
     training.

@@ -131,7 +131,7 @@ class MetaTensors:
         for parameter, other in self._parameters:
             if not parameter.is_meta:
                 parameter.grad = None
-                with suppress(RuntimeError):  # who still holds it, in a graph, holds one without values, as on meta
+                with suppress(RuntimeError):  # a graph that still refers to it has a tensor without values, as on meta
                     swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
         for tensors, name, buffer, _ in self._places:
             tensors[name] = buffer

@@ -51,7 +51,7 @@ done at every 10th or 100th step is done too."""
 
 @dataclass
 class Found:
-    """What trials have found out about an optimizer."""
+    """Results of the trials of an optimizer."""
 
     states: dict[TensorSpec, State] = field(default_factory=dict)
     """{kind of parameter: its state}."""
@@ -251,7 +251,7 @@ class _Trial:
     def way(self, states: Mapping[TensorSpec, State]) -> tuple[_Way, bool, bool]:
         """Returns (the first way with the steps of one lasting optimizer, true if it needs all parameters together, true if the
         optimizer keeps something beside the states)."""
-        kinds = [*states, next(iter(states))]  # two at least: each is to learn as if it were alone
+        kinds = [*states, next(iter(states))]  # two at least: to see whether each is updated as if it were alone
         before, changed = _generators(), False
         for _, found in self._steps(kinds, states, _Way.LIVING, together=True):
             changed = changed or any(more for _, more, _ in found)
@@ -262,7 +262,7 @@ class _Trial:
             )
         reasons = []
         ways = [(_Way.ZEROS, False), (_Way.TEXTS, False), (_Way.TEXTS, True)]
-        for way, together in ways[changed:]:  # zeros alone know nothing of what has changed beside the state
+        for way, together in ways[changed:]:  # with zeros alone a change outside the state would not show
             try:
                 step = _first_difference(
                     self._steps(kinds, states, _Way.LIVING, together=True), self._steps(kinds, states, way, together=together)

@@ -391,7 +391,7 @@ class Inputs:
         def cost(block: BlockCost) -> tuple[int, int]:
             is_last = any(block is last for last in lasts)
             if not is_last and not (inner and self.cuts_behind(block)):
-                return 0, 0  # no loss ever stands there, and none may suit that shape
+                return 0, 0  # no partition's loss follows this block, and none may suit its shape
             return self._measured_loss(method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last)
 
         refuse_unlike(self._final_loss, lasts[0].output_shape, self.classes, self.train.labels)

@@ -154,7 +154,7 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
     if method.in_pairs:
         return method.phases(work)
     train = replace(whole_network(work, streamed=not method.stays), epoch=1)
-    # The first update loads what is there for the others: with one update an epoch it takes two epochs to see one of these.
+    # The first update loads what later ones find loaded: with one update an epoch, the first of these is in the second epoch.
     epochs = WALKED_UPDATES if rows <= batch else 1
     return Phases([Epochs(train=train, epochs=epochs, behind=test_phases(work, stays=method.stays))])
 
@@ -381,7 +381,7 @@ def _near(problem: Problem, plain: Prediction, micro_batches: int) -> Iterator[O
         nbytes = sum(value.nbytes for value in handing.entering[p] if handing.users[value.number][0] == p)
         read, write = (speeds.up, speeds.down) if tier == "host" else (speeds.read, speeds.write)
         at_once = 1 if plain.method.stays else micro_batches
-        if nbytes:  # the activation and its gradient leave, and nothing goes on while they come
+        if nbytes:  # the activation and its gradient are offloaded; the computation waits for their return
             yield Option(p, Kind.BOUNDARY, nbytes * at_once, micro_batches * nbytes / read, 2 * micro_batches * nbytes / write)
 
 

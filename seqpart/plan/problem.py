@@ -29,7 +29,7 @@ from seqpart.units import format_size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a plan runs on: how fast it is, and what is held there beside the plan."""
+    """The machine that a plan is made for: its speeds, and the memory that other things hold there."""
 
     device: str
     host_counts: bool
@@ -162,7 +162,7 @@ def measurable(problem: Problem, micro_batch: int) -> bool:
     batch, is_largest = problem.the_batch, micro_batch == micro_batches(problem)[0]
     try:
         problem.costs_at(micro_batch)
-    except (ModelError, DataError):  # the second of the block that takes the data's rows
+    except (ModelError, DataError):  # DataError: from the block that takes the data's rows
         if is_largest:
             raise
         return False

@@ -53,7 +53,7 @@ class Hooks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanges:
-    """Where the values of a stage come from and go to: rows, boundaries between partitions, offloaded graphs."""
+    """Sources and destinations of a stage's values: rows, boundaries between partitions, offloaded graphs."""
 
     boundaries: Boundaries
     reader_thread: ReaderThread

@@ -34,7 +34,7 @@ class PartBlock(Block):
         self.part, self.origin, self.is_cut_out = part, origin, is_cut_out
         first = (part + 1) * _values(whole)
         self.takes, self.gives = (tuple(first + number for number in numbers) for numbers in (origin.takes, origin.gives))
-        self.draws_as = part * blocks + origin.number  # those of the only part draw what the whole's would
+        self.draws_as = part * blocks + origin.number  # a single part draws the same random numbers as the whole
         self._same = like
 
     def __str__(self) -> str:
