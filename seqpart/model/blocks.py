@@ -238,8 +238,8 @@ def as_chain(model: object) -> Chain:
         raise ModelError("the model has no blocks: give at least one.")
     if len(named) > MOST_BLOCKS:
         raise ModelError(
-            f"the model has {len(named)} blocks, and a plan can be made for {MOST_BLOCKS}: each has files of its own, and "
-            "every stretch of them is looked at. Join some: an nn.Sequential of several blocks is one."
+            f"the model has {len(named)} blocks, and a plan can be made for at most {MOST_BLOCKS}: each has files of its own, "
+            "and all ranges of them are compared. Join some: an nn.Sequential of several blocks is one."
         )
     wrong = [f"entry {name} is a {type(part).__name__}" for name, part in named if not callable(part)]
     if wrong:

@@ -141,8 +141,8 @@ def _refuse_hooked(name: str, module: nn.Module, parameter: nn.Parameter) -> Non
     """Raises ModelError for a parameter on the meta device with hooks, which would be lost with its tensor."""
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise ModelError(
-            f"the parameter {name} of a {type(module).__name__} is on the meta device and has a hook, which does not come "
-            "along when it gets its values. Build that module without parameters_on_meta, or leave the hook out."
+            f"the parameter {name} of a {type(module).__name__} is on the meta device and has a hook, which would be lost "
+            "when it gets its values. Build that module without parameters_on_meta, or leave the hook out."
         )
 
 

@@ -314,7 +314,7 @@ def _lack_of(layer: Any, device: str) -> str:
 
 def _lack_of_8_bits(layer: Any, device: str) -> str:
     if type(layer.weight).__name__ != "Int8Params" or layer.state.has_fp16_weights:
-        return "its weights learn in 16 bits. Build it with has_fp16_weights=False, freeze it, and let an adapter learn"
+        return "its weights are trained in 16 bits. Build it with has_fp16_weights=False, freeze it, and let an adapter learn"
     if layer.weight.dtype is not torch.int8:
         return 'it is not quantized yet. Move the model once, for example model.to("cpu"): that quantizes it'
     if device != "cpu":

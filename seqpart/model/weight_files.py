@@ -163,7 +163,7 @@ def _tensors(path: Path) -> list[Stored]:
     layout, _ = decode_entries(head, path)
     found = [Stored(path, spec, 8 + length + spec.offset) for spec in layout.specs]
     if any(stored.spec.stride is not None for stored in found):
-        raise ModelError(f"{path} is the home of a block, not the weights of a model. Give the weights that a run left.")
+        raise ModelError(f"{path} holds one block of a run, not the weights of a model. Give the weights that a run left.")
     if any(stored.start + stored.spec.nbytes > size or stored.spec.offset < 0 for stored in found):
         raise CorruptFile(f"{path} ends before its last tensor: it was not copied whole. Use another copy.", path)
     return found

@@ -221,8 +221,8 @@ class Pauses:
             more = f" and {len(unplanned) - 3} more" if len(unplanned) > 3 else ""
             raise ModelError(
                 f"{', '.join(unplanned[:3])}{more} did not learn when the run was planned, so there is no room for gradients "
-                "and optimizer state. Let all that is to learn at some time do so before the run (requires_grad_(True)), and "
-                "freeze it until then: in a session before its first step, or in on_begin of a callback."
+                "and optimizer state. Call requires_grad_(True) before the run on all that is to learn at any time, and freeze "
+                "it until then: in a session before its first step, or in on_begin of a callback."
             )
         if self.changed and not any(own.learns for own in self._own):
             raise ModelError("nothing learns any more: every parameter of the model was frozen while it trained.")

@@ -124,13 +124,13 @@ class Saving:
         other = f"another {'--recovery-lr' if stage else '--lr'}, --lr-schedule or --warmup-updates, or with --clip-grad-norm 1"
         latest, previous = self._root / CHECKPOINT, self._root / PREVIOUS
         if self._proven and latest.exists():
-            return f"The last checkpoint is from before that: go on from it with {resuming(self._root)} and {other}."
+            return f"The last checkpoint is from before it diverged: go on from it with {resuming(self._root)} and {other}."
         if previous.exists():
             return (
-                "The last checkpoint led to it at once, and the previous checkpoint did not: go on from that with "
+                "The run diverges right after the last checkpoint, but not after the previous one: go on from that with "
                 f"{resuming(previous)} and {other}."
             )
-        saved = "The only checkpoint led to it at once" if latest.exists() else "Nothing had been saved"
+        saved = "The run diverges right after the only checkpoint" if latest.exists() else "Nothing had been saved"
         return f"{saved}: start again with {other}."
 
 

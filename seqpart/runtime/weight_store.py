@@ -257,7 +257,7 @@ def refuse_small_disk(plan: Plan, folder: Path, written: int = 0) -> None:
     free = written + shutil.disk_usage(existing(folder)).free
     if free < plan.disk_bytes:
         raise DiskFull(
-            f"{folder} has {format_size(free)} free, and the plan needs {format_size(plan.disk_bytes)} for homes, boundary "
-            "rows, checkpoints and the result. Free some space, give another place with --offload-dir, or do without "
-            "checkpoints (--save-every never)."
+            f"{folder} has {format_size(free)} free, and the plan needs {format_size(plan.disk_bytes)} for weights, "
+            "optimizer state, rows, checkpoints and the result. Free some space, give another place with --offload-dir, or do "
+            "without checkpoints (--save-every never)."
         )
