@@ -1,4 +1,4 @@
-"""Turns any nn.Module into a chain of blocks (DESIGN: models come in as they are)."""
+"""Turns any nn.Module into a chain of blocks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -132,7 +132,7 @@ def _traced(
                 floats = any(one.dtype.is_floating_point for one in form)
                 types = cure_of_types(model.parameters(), torch.float32 if floats else dtype, autocast)
                 cure = types or ("" if form else cure_of_tokens(error.why, dtype)) or _without_draws(model)
-                cure = cure or "Let that be a module of its own, or give the model as a list of blocks."
+                cure = cure or "Move that into a module of its own, or give the model as a list of blocks."
                 raise ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}. {cure}") from error
             whole.add(error.module)
 
@@ -149,9 +149,9 @@ def _in_mode(
         return generalised(one, other, _ROWS, _OTHER_ROWS)
     except Differs as error:
         raise ModelError(
-            f"the model does other things with {_OTHER_ROWS} rows than with {_ROWS}, in {error.op.where}: what it does must "
-            "not depend on the number of rows, nor on a random number that it draws. "
-            + (_without_draws(model) or "Let that be inside a layer, or give the model as a list of blocks.")
+            f"the model does other things with {_OTHER_ROWS} rows than with {_ROWS}, in {error.op.where}: the calls between "
+            "its layers must not depend on the number of rows, nor on a random number that it draws. "
+            + (_without_draws(model) or "Move that into a layer, or give the model as a list of blocks.")
         ) from None
 
 
@@ -203,8 +203,8 @@ def _recorded(
         taken, loss = (found, None) if total is None else split_off(recorder, model, found, total, outputs, training=training)
         if taken is None and outputs is not None and outputs.joined is not None:
             raise ModelError(
-                f'loss="model": the loss of {type(model).__name__} takes more in training than in evaluation. Let it take the '
-                "same, or give a function (what the model returns, labels) -> loss."
+                f'loss="model": the loss of {type(model).__name__} takes more tensors in training than in evaluation. Let it '
+                "take the same ones, or give a function (what the model returns, labels) -> loss."
             )
         join = (
             outputs.prepare(taken, recorder, training=training, total=total)

@@ -86,8 +86,8 @@ def _refuse_unseen(op: Op, place: int, maker: Mapping[int, int]) -> None:
     they may be separate."""
     if len({n for n in (*op.changed, *(old for _, old in op.rebinds)) if maker.get(n, -1) < place}) > 1:
         raise ModelError(
-            f"a tensor is changed in place that shares its memory with another, which is used later, in {op.where}: in another "
-            "partition it would not see the change. Let the one write into a copy (.clone())."
+            f"a tensor is changed in place that shares its memory with another tensor, used later, in {op.where}: in another "
+            "partition that one would not see the change. Change a copy instead (.clone())."
         )
 
 
@@ -114,9 +114,8 @@ class Cutter:
         train, evaluate = _Cut.of(programs[0], only_training or ()), _Cut.of(programs[1])
         if only_training is None or [len(given) for given in train.gives] != [len(given) for given in evaluate.gives]:
             raise ModelError(
-                f"{type(self._model).__name__} calls other modules when it trains than when it evaluates, or hands other "
-                "tensors from one to another: it cannot be cut. Let what differs be inside a layer, or give the model as a "
-                "list of blocks."
+                f"{type(self._model).__name__} calls other modules when it trains than when it evaluates, or passes other "
+                "tensors between them: it cannot be cut. Move what differs into a layer, or give the model as a list of blocks."
             )
         if train.gives[-1] != [train.program.output]:
             raise ModelError(

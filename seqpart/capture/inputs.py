@@ -20,8 +20,8 @@ from seqpart.errors import DataError
 _NEAR = 0.8
 """Similarity from which on a name counts as misspelled: a forward with **kwargs would accept it, and not use it."""
 PADS = (
-    'Rows of several lengths are padded by Trainer(..., padding=seqpart.Padding("longest")), tensors of names of their own '
-    "with its values={NAME: NUMBER}; or by a collate_fn that calls a seqpart.Padding(LENGTH)."
+    'Rows of several lengths are padded by Trainer(..., padding=seqpart.Padding("longest")), with values={NAME: NUMBER} in it '
+    "for tensors under names of your own; or by a collate_fn that calls a seqpart.Padding(LENGTH)."
 )
 """The cure for rows that differ in length."""
 _ALIGNED = 8

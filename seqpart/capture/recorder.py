@@ -47,7 +47,7 @@ class Inside(Exception):
 
 
 class Recorder(TorchFunctionMode):
-    """Inside it, calls of `blocks` ({module: path}) and torch functions outside of them become ops.
+    """A context in which calls of `blocks` ({module: path}), and torch functions outside of them, are recorded as ops.
 
     names: name of each parameter and buffer of the model, by its id. autocast: the type of the run's autocast. largest: true
     if `torch.rand` draws its largest possible value; else it draws 0. again: tensors of an earlier run may occur.
@@ -106,7 +106,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """Inside, calls of modules and of autograd functions go through this recorder."""
+        """A context in which calls of modules and of autograd functions go through this recorder."""
         module_class: Any = nn.Module
         function_class: Any = torch.autograd.Function
         before, apply = nn.Module.__call__, vars(function_class)["apply"]
@@ -238,7 +238,7 @@ class Recorder(TorchFunctionMode):
             return OfDevice()
         if isinstance(leaf, CONSTANTS) or (callable(leaf) and not isinstance(leaf, nn.Module)):
             return leaf
-        raise TypeError(f"it takes a {type(leaf).__name__}, in which tensors may hide")
+        raise TypeError(f"it takes a {type(leaf).__name__}, which may hold tensors that are not seen")
 
     def remembers(self, module: nn.Module, why: str) -> Inside:
         path = self._paths.get(module, "")
@@ -249,7 +249,7 @@ class Recorder(TorchFunctionMode):
         for module, buffers in before.items():
             for name, tensor in buffers.items():
                 if module._buffers.get(name) is not tensor:
-                    why = f"it puts another tensor in the place of its buffer {name}: let it write into the buffer instead"
+                    why = f"it assigns a new tensor to its buffer {name}: write into the buffer in place instead"
                     raise self.remembers(module, why)
 
     def failed(self, error: Exception, what: str = "", where: str = "") -> Inside:
@@ -258,7 +258,7 @@ class Recorder(TorchFunctionMode):
         if "_local_scalar_dense" in why or "data-dependent" in type(error).__name__.lower() or "DataDependent" in repr(error):
             why = "it reads a number out of a tensor (item(), a tensor in an if)"
         if isinstance(error, DynamicOutputShapeException):
-            why = "it makes a shape of the values in a tensor (nonzero, a mask as an index), and planning has no values"
+            why = "it makes a shape of the values in a tensor (nonzero, a mask as an index), and a plan is made without values"
         return Inside(module, self._paths.get(module, ""), where, f"{what}: {why}" if what else why)
 
     def _line(self, frame: Any) -> str:

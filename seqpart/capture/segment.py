@@ -158,7 +158,7 @@ class Segment(nn.Module):
         numbers = [leaf.number for leaf in leaves(op.result) if isinstance(leaf, Ref)]
         if len(made) != len(numbers):
             raise ModelError(
-                f"{op.where}: it returned {len(made)} tensors where it returned {len(numbers)} when it was looked at: what a "
+                f"{op.where}: it returned {len(made)} tensors, and {len(numbers)} when the model was recorded. How many a "
                 "block returns must not depend on its rows."
             )
         changed = {new: values[old] for new, old in op.rebinds}

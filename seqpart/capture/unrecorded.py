@@ -19,10 +19,10 @@ from seqpart.model.inspection import OF_TORCH, Remembered, is_plain, remembered
 
 _HOOK = "a hook on a tensor between layers would be left out"
 _GRADIENTS = (
-    "it asks for gradients in its forward pass, between layers; one layer may, that has what is differentiated inside it, "
+    "it asks for gradients in its forward pass, between layers; do so inside one layer that holds all that is differentiated, "
     "under torch.enable_grad()"
 )
-_BY_DATA = "it changes a tensor by its .data, which would be left out: one layer may do so"
+_BY_DATA = "it changes a tensor by its .data, which would be left out: do so inside one layer"
 _CALLS: Mapping[Any, str] = {
     torch.Tensor.register_hook: _HOOK,
     torch.Tensor.register_post_accumulate_grad_hook: _HOOK,
@@ -50,7 +50,7 @@ def why_not(function: Any, args: Sequence[Any], names: Mapping[int, str]) -> str
     if function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
         return _BY_DATA
     if function is torch.Tensor.requires_grad_ and args and id(args[0]) in names:
-        return f"it changes whether {names[id(args[0])]} learns, in its forward pass"
+        return f"it changes requires_grad of {names[id(args[0])]} in its forward pass"
     return ""
 
 
@@ -90,10 +90,10 @@ class ReadNumbers:
             self._alive += made
             self._of.update(dict.fromkeys(map(id, made), names))
         if _RANDOM in self._read:
-            return "it draws a random number and looks at it: every step would do what the first did"
+            return "it draws a random number and looks at it: every step would repeat what the first one did"
         both = sorted(self._read & self._written)
         if both:
-            return f"it changes its buffer {both[0]} and reads it as a number (item(), an if): one layer may do both"
+            return f"it changes its buffer {both[0]} and reads it as a number (item(), an if): do both inside one layer"
         return ""
 
 
@@ -104,8 +104,8 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def extremes(*, largest: bool) -> Iterator[None]:
-    """Inside, Python's and numpy's uniform random numbers are the least or the largest: an action with a probability between 0
-    and 1 then happens in only one of two such runs."""
+    """A context in which Python's and numpy's uniform random numbers are the least or the largest: an action with a probability
+    between 0 and 1 then happens in only one of two such runs."""
 
     def least(*sizes: Any) -> Any:
         return np.full(sizes[0] if len(sizes) == 1 else sizes, LARGEST * largest) if sizes else LARGEST * largest
@@ -162,7 +162,7 @@ def refuse_memory(
     for module, name in changed:
         tensor = vars(module)[name]
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            why = "which has gradients that nobody would see: return it too, as a part of the output"
+            why = "which has gradients that would be lost: return it too, as a part of the output"
             raise failed(module, f"it keeps {name} beside what it returns, {why}")
     if not changed:
         return
@@ -172,5 +172,5 @@ def refuse_memory(
     del alive
     for module, name in changed:
         if later.get((module, name)) != now[module, name]:
-            why = "which would stay what it was at first: one layer may, in a buffer"
+            why = "which would keep its first value: do so inside one layer, in a buffer"
             raise failed(module, f"it keeps {name} from one step for the next, {why}")

@@ -112,11 +112,11 @@ def refuse_fixed(
         return
     said = ", ".join(f"{name} was {before[name]}, not {now.get(name)}" for name in fixed)
     if "epochs" in fixed and "epochs" in TUNED - tuned and "epochs" not in by_method:
-        said += " (epochs stay where training is counted in updates: --max-steps, --eval-every N, parts of an epoch)"
+        said += " (epochs cannot change where training is counted in updates: --max-steps, --eval-every N, parts of an epoch)"
     may = ", ".join(flag_of(field.name) for field in fields(Settings) if field.name in tuned)
     raise OptionError(
         f"--resume: the run in {root} has other settings: {said}. Give the same, or start a new run elsewhere. What may be "
-        f"changed: {may}, limits and places."
+        f"changed: {may}, limits and directories."
     )
 
 
@@ -151,8 +151,8 @@ def trained_epochs(place: Place, before: Sequence[float], changed: Sequence[str]
     if "epochs" in changed and done == count:
         rest = "; --recovery-epochs says how long it recovers" if place.recovers else ""
         raise OptionError(
-            f"--resume: --epochs cannot be changed any more: all of them are done ({_listed(before)}), and optimizer states of "
-            f"what is trained are not kept{rest}. Give the same, or start a new run elsewhere."
+            f"--resume: --epochs cannot be changed any more: all of them are done ({_listed(before)}), and the optimizer "
+            f"state of finished training is not kept{rest}. Give the same, or start a new run elsewhere."
         )
     if "recovery_epochs" in changed and place.recovers and place.over:
         raise OptionError("--resume: --recovery-epochs cannot be changed any more: all of them are done. Give the same.")
@@ -199,7 +199,7 @@ def refuse_other_rows(root: Path, before: Mapping[str, str], now: Mapping[str, s
     for name, digest in now.items():
         if digest and before.get(name, "") not in ("", digest):
             raise OptionError(
-                f"--resume: {root} was trained on other data: the {name} rows are others, though their labels are the same. "
+                f"--resume: {root} was trained on other data: the {name} rows differ, though their labels are the same. "
                 "Give the same --data, in the same order."
             )
 

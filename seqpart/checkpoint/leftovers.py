@@ -79,7 +79,7 @@ def _judged_by_its_run(path: Path, marker: Marker, held: int) -> Judged:
             found = marker_of(folder)
             named, readable = named_scratch(folder)
     except (OSError, ValueError):
-        return Judged(path, Kind.UNKNOWN, why=f"its run {run} is not there, or not readable", held=held)
+        return Judged(path, Kind.UNKNOWN, why=f"its run {run} does not exist, or cannot be read", held=held)
     if found is None or (found.directory, found.id, found.run) != (run, marker.run_id, None):
         return Judged(path, Kind.UNKNOWN, why=f"its run was moved from {run}, where there is another now", held=held)
     if path in named or not readable:
@@ -184,7 +184,7 @@ def tell_leftovers(parent: Path, cleaned: int) -> Iterator[str]:
         held = format_size(sum(waiting.values()))
         yield (
             f"{len(waiting)} interrupted run(s) beside this one hold {held}: {_named(waiting)}. Resume each with "
-            "--resume DIR, in its script where one began it, or remove it"
+            "--resume DIR, or from the script that started it, or remove it"
         )
     for one in unknown(parent):
         if not one.held:  # a copy of a finished run holds only results

@@ -226,7 +226,7 @@ def refuse_others(manifest: Manifest, store: Store, layouts: Mapping[str, Layout
         {name for name in needed if name not in store} | (best - manifest.best.keys()) | (manifest.best.keys() - layouts.keys())
     )
     for name in sorted(others):
-        raise no_checkpoint(manifest.path, f"homes: {name} is missing, or the home of something else")
+        raise no_checkpoint(manifest.path, f"homes: {name} is missing, or holds other tensors")
 
 
 def bring(manifest: Manifest, scratch: Path) -> None:
@@ -269,9 +269,7 @@ def _adopt_input(place: str, entry: Mapping[str, Any], boundaries: Boundaries, w
             raise
         write_rows(split, error)
         if boundaries.rows(split, 0).persist()["digest"] != entry["digest"]:
-            raise CorruptFile(
-                f"{error.with_flags} The data are not what they were, so it could not be made again.", error.path
-            ) from None
+            raise CorruptFile(f"{error.with_flags} The data have changed, so it could not be made again.", error.path) from None
 
 
 def _files_of(rows: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -297,5 +295,5 @@ def _cure(path: Path, damage: CorruptFile | None = None) -> str:
     found = _readable(previous)
     needed = found.home_files | (found.row_files - _files_of(found.inputs)) if found is not None else set()
     if damage is not None and damage.path is not None and damage.path.name in needed:
-        return "It did not change between two checkpoints, so the one before needs it too. Start again in a new --output-dir."
+        return "The file is the same in the previous checkpoint, which needs it too. Start again in a new --output-dir."
     return f"Go on from the checkpoint before it with {resuming(previous)}."

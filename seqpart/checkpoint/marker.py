@@ -73,9 +73,9 @@ def marker_of(folder: Folder) -> Marker | None:
     except OSError as error:
         raise ValueError(f"its marker cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"its marker is damaged, or none of ours: {error}") from None
+        raise ValueError(f"its marker is damaged, or not one that seqpart wrote: {error}") from None
     if found.st_uid != folder.uid:
-        raise ValueError("its marker is another user's")
+        raise ValueError("its marker belongs to another user")
     run = Path(body.run) if body.run is not None else None
     return Marker(directory=Path(body.directory), id=body.id, run=run, run_id=body.run_id, state=body.state)
 
@@ -185,7 +185,7 @@ def finish_publishing(root: Path) -> None:
         if isinstance(error, OSError) and error.errno not in (errno.ELOOP, errno.EISDIR, errno.ESPIPE):
             raise
         raise CorruptFile(
-            f"{root / PUBLISHING} is damaged: its run was killed while results took their places, and which is not known. "
+            f"{root / PUBLISHING} is damaged: its run was killed while it replaced earlier results, and it is not known which. "
             f"Look at the files in {root} that end in {NEW}, then remove it.", root / PUBLISHING,
         ) from None  # fmt: skip
     for name in names:

@@ -111,7 +111,7 @@ class ResumePoint:
         at = self.position
         where = f"update {at.updates + 1} of {phases[at.phase]}" if at.phase < len(phases) else "the writing of the results"
         other = f"; from here on: {', '.join(self.said)}" if self.said else ""
-        proven = "the proof at the end is of what runs from here on"
+        proven = "the proof at the end covers what runs from here on"
         return f"going on from {shown(self.manifest.path)}, with {where}{other}; {proven}"
 
     def homes(self, prepared: ExecutionPlan) -> SavedHomes:
@@ -206,7 +206,7 @@ class ResumePoint:
             raise ValueError(f"state: position: update {at.updates} is beyond the end of its pass")
         rows = phase.rows_before(at.updates) if phase is not None and phase.kind is PhaseKind.TRAIN else 0
         if tally.rows != rows:
-            raise ValueError(f"state: tally: of {tally.rows} rows, where the position is behind {rows}")
+            raise ValueError(f"state: tally: of {tally.rows} rows; the position is after {rows}")
         return at
 
     def _request(self, planner: Planner, state: State, place: Place) -> PlanRequest:
@@ -222,7 +222,7 @@ class ResumePoint:
         return PlanWording(
             method="as before" if settings.method == "auto" and len(request.methods) == 1 else "",
             cut=AS_ASKED.cut if "partitions" in self.changed else "as before", micro_batch="as before",
-            otherwise="not all is as before: what does not fit any more is chosen again",
+            otherwise="not every choice is as before: what does not fit any more is chosen again",
         )  # fmt: skip
 
     def _prepared(
@@ -293,9 +293,9 @@ def as_state(manifest: Manifest) -> State:
         except ValueError as error:
             raise ValueError(f"plan: {error}") from None
         if state.micro_batches[0] != plan.micro_batch:
-            raise ValueError(f"micro_batches: {state.micro_batches[0]}, where its plan has {plan.micro_batch}")
+            raise ValueError(f"micro_batches: {state.micro_batches[0]}; its plan has {plan.micro_batch}")
         if len(state.epochs) != len(plan.partitions):
-            raise ValueError(f"epochs: of {len(state.epochs)} partitions, where its plan has {len(plan.partitions)}")
+            raise ValueError(f"epochs: of {len(state.epochs)} partitions; its plan has {len(plan.partitions)}")
     except ValueError as error:
         raise no_checkpoint(manifest.path, f"state: {error}") from None
     return state
@@ -307,7 +307,7 @@ def refuse_finished(root: Path) -> None:
         raise OptionError(
             f"--resume: the run in {root} is finished, and its weights are in {root / WEIGHTS}. "
             + (
-                "What was to replace it was ended before anything was saved: give its options again, with --overwrite."
+                "The run that was to replace it ended before anything was saved: start that one again, with --overwrite."
                 if is_begun_anew(root)
                 else "Start another in a new --output-dir."
             )

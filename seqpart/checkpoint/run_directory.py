@@ -67,7 +67,7 @@ class RunDirectory:
         try:
             self._made = created = _created(root, private=run is not None)
             if not created and run is not None and not resume:
-                raise DirectoryUnusable(f"{root} is there already, and not by this run. Give another --offload-dir.")
+                raise DirectoryUnusable(f"{root} exists already, and was not made by this run. Give another --offload-dir.")
             self.root: Path = root.resolve()
             self._folder = Folder.at(self.root)
         except OSError as error:
@@ -140,7 +140,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Inside, a signal that was not held back ends the run, and leaves its last checkpoint."""
+        """A context in which a signal that was not held back ends the run, and leaves its last checkpoint."""
         try:
             yield
         except Interrupted:
@@ -158,7 +158,7 @@ class RunDirectory:
         except Exception as error:
             if isinstance(error, CorruptFile) and has_checkpoint(self._folder):
                 add_note(
-                    error, f"There is a checkpoint: {resuming(self.root)} goes on, or says that it needs what was damaged."
+                    error, f"There is a checkpoint: {resuming(self.root)} goes on, or says that it needs the damaged file."
                 )
             elif not isinstance(error, BadInput) and has_checkpoint(self._folder) and not told():
                 add_note(error, f"The last checkpoint is intact: when the cause is gone, go on with {resuming(self.root)}")
@@ -252,7 +252,7 @@ def finish_what_was_published(root: Path) -> None:
 def _left_over(error: OSError | StoreError, root: Path) -> StoreError:
     """Returns the error for a disk that failed while the homes of a finished run were removed."""
     found = error if isinstance(error, StoreError) else explained(error, root)
-    found.add_note("The run is finished and its results are written. Some of its homes or rows could not be removed.")
+    found.add_note("The run is finished and its results are written. Some of its scratch files could not be removed.")
     return found
 
 

@@ -153,8 +153,8 @@ class FedRows:
         """Returns a reader of the phase's batch. Raises OutOfMemory if that batch is gone."""
         if phase.epoch != self.fed:
             raise OutOfMemory(
-                f"memory ran out in the middle of update {self.fed}, and the weights can only be taken back to what they were "
-                f"before update {phase.epoch}, whose batch is gone. Give a larger --mem-limit, or a smaller --micro-batch-size."
+                f"memory ran out in the middle of update {self.fed}, and the weights can only be restored to those before "
+                f"update {phase.epoch}, whose batch is gone. Give a larger --mem-limit, or a smaller --micro-batch-size."
             )
         return _FedReader(self._x, self._labels, phase)
 

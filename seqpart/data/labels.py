@@ -107,8 +107,8 @@ def loss_for(given: LossFunction | None, name: LossName | None, labels: torch.Te
         return given or loss_named(name, labels, classes)
     if given is None:
         raise DataError(
-            f"a row has several labels ({described(form)}), which no loss that has a name takes. Give a function "
-            "(output, labels) -> loss: its labels are a dict or a tuple, as they are given."
+            f"a row has several labels ({described(form)}), which no loss given by name takes. Give a function "
+            "(output, labels) -> loss: it gets them as a dict or a tuple, as they are given."
         )
     return LossOfSeveral(given, form)
 

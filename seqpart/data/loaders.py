@@ -194,7 +194,7 @@ def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
     if batch is None or own is not None:
         kind = "batch_size=None" if own is None else type(own).__name__
         raise DataError(
-            f"{said} makes batches of its own, of whatever size ({kind}), where every update has the same number of rows. Give "
+            f"{said} makes batches of its own, of any size ({kind}), but every update must have the same number of rows. Give "
             "batch_size, and a sampler for the order."
         )
     streams = isinstance(items, IterableDataset)

@@ -136,8 +136,8 @@ class Padding:
             return self.length.get(key)
         if isinstance(self.length, str):
             raise OptionError(
-                "padding: which row is the longest is known of whole data, and not of a batch. Give fit, evaluate or session "
-                "these data, or padding a length."
+                "padding: which row is the longest is known of whole data, and not of one batch. Give these data to fit, "
+                "evaluate or session, or give padding a length."
             )
         return None if self.value_of(key, _tensor(part[:1]).dtype) is None else self.length
 
@@ -218,7 +218,7 @@ def _tensor(part: Any) -> torch.Tensor:
 
 def _unknown(key: Key, said: str) -> DataError:
     return DataError(
-        f"{said}: {_named(key)} has rows of several lengths, and with what to pad them is not known. Say it: "
+        f"{said}: {_named(key)} has rows of several lengths, and no value to pad them with is known. Give one: "
         f"padding=Padding(..., values={{{key!r}: 0}})."
     )
 

@@ -99,7 +99,7 @@ class Reading:
         return freed
 
     def _say_fewer(self) -> None:
-        self.said = [f"{len(self.workers)} of {self._asked} worker processes: for more the limit has no room"]
+        self.said = [f"{len(self.workers)} of {self._asked} worker processes: the limit has no room for more"]
 
     def rows(self, split: str, device: Device) -> "PassingRows | None":
         """Returns the replacement for the rows of a split; None if they are kept."""

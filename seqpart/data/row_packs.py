@@ -116,16 +116,18 @@ class RowPacks:
     def _find(self, last: int) -> RowPack:
         costs = self._costs_at(self._rows)
         judged, live = costs[last].result, passing(costs, last)
-        more = self._rows + 1  # at one more row, a mask for as many positions as there were rows does not grow
+        more = self._rows + 1  # one more row shows which tensors grow with the rows
         try:
             other = [judged.with_rows(more)] if live == (judged,) else passing(self._costs_at(more), last)
         except (DataError, ModelError):
-            return self._lacking(judged, f"several values pass there, of a model that takes {self._rows} rows and no others")
+            return self._lacking(
+                judged, f"several tensors pass there, of a model that takes batches of {self._rows} rows alone"
+            )
         shapes = {value.number: value.shape for value in other}
         growing = [value for value in live if shapes[value.number] != value.shape]
         with_rows = [value for value in growing if shapes[value.number] == value.with_rows(more).shape]
         if unclear := [value.shape for value in growing if value not in with_rows]:
-            return self._lacking(judged, f"a value of shape {unclear[0]} passes there, whose rows lie elsewhere than first")
+            return self._lacking(judged, f"a tensor of shape {unclear[0]} passes there, whose first dimension is not the rows")
         if judged not in with_rows or not judged.dtype.is_floating_point:
             return self._lacking(judged, "that is not a row of floats for each sample")
         columns = self._columns(with_rows, judged, 1)
@@ -189,9 +191,9 @@ class PackWriter:
         for column in self._pack.once:
             if not torch.equal(*(rows[:, column.offset : column.offset + column.nbytes] for rows in (kept, self._first))):
                 raise ModelError(
-                    f"a value of shape {column.shape} passes by the end of partition {self._partition - 1}, has no rows and is "
-                    "another for every batch, so it cannot wait for the next partition. Cut elsewhere with --partitions, or "
-                    "use --method auto."
+                    f"a tensor of shape {column.shape} goes past the end of partition {self._partition - 1}, has no dimension "
+                    "of rows and differs from batch to batch, so it cannot be kept for the next partition. Cut elsewhere with "
+                    "--partitions, or use --method auto."
                 )
 
     def finish(self) -> None:

@@ -213,7 +213,7 @@ def _fail(back: int, error: BaseException) -> None:
         held = format_size(read_process().held)
         kind, text = _MEMORY, (
             f"memory ran out in a worker process that reads rows and holds {held}: an item takes more than those that were "
-            "looked at when the run was planned. Give fewer --workers, or a larger --mem-limit."
+            "measured when the run was planned. Give fewer --workers, or a larger --mem-limit."
         )  # fmt: skip
     else:
         kind, text = _DATA, error.with_flags if isinstance(error, SeqpartError) else f"{type(error).__name__}: {error}"

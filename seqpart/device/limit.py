@@ -85,7 +85,7 @@ def margin_of(limit: int) -> int:
 
 def left_of(limit: int) -> str:
     """Says in a refusal how many bytes the limit leaves."""
-    return f"the limit of {format_size(limit)} leaves {format_size(max(0, limit - margin_of(limit)))} behind its margin"
+    return f"the limit of {format_size(limit)} leaves {format_size(max(0, limit - margin_of(limit)))} after its margin"
 
 
 def what_helps(limit: int, runtime: int, peak: int, *, finer: bool = False, block: int, state: int = 0, rows: int = 0) -> str:

@@ -111,7 +111,7 @@ class Workload:
     keeps: frozenset[int] = frozenset()
     """Partitions of a whole-network pass that keep their graphs."""
     offloads: frozenset[int] = frozenset()
-    """Those of `keeps` whose graphs are offloaded until backward."""
+    """Partitions of `keeps` whose graphs are offloaded until backward."""
     one_value: bool = True
     """True if only one value crosses each boundary, whose rows can wait in a file."""
     recovery: Recovery | None = None
@@ -171,8 +171,8 @@ class _WeightsAreThere(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(one, nn.Parameter) and not one.numel() for one in tree_leaves((args, kwargs))):
             raise OptionError(
-                "loss: it reads a weight of the model, which is not on the device while the last partition judges. Give "
-                "--method full or checkpointed, where all weights are, or let their layers compute what it makes of them."
+                "loss: it reads a weight of the model, which is not on the device while the loss is computed. Give --method "
+                "full or checkpointed, which keep all weights there, or let its layer compute what the loss needs of it."
             )
         return func(*args, **(kwargs or {}))
 
@@ -226,7 +226,7 @@ class TrueLoss:
 
 
 class Method(ABC):
-    """What a way of training decides: its phases, the loss of each partition, and what it refuses.
+    """A way of training: its phases, the loss of each partition, and what it refuses.
 
     A method of your own is a subclass, made known by `seqpart.methods.register`; all that it leaves open is done as in exact
     training.
@@ -269,7 +269,7 @@ class Method(ABC):
         yield from ()
 
     def shuffles(self, config: Config) -> bool:
-        """True if rows come in another order in each epoch, where nothing is said about it."""
+        """True if rows come in another order in each epoch unless the options say otherwise."""
         return True
 
     def refuse_source(self, source: Source) -> None:

@@ -98,9 +98,9 @@ def has_positions(shape: tuple[int, ...], label_shape: tuple[int, ...]) -> bool:
 def lack_of(objective: str, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
     """Returns what an output of this shape lacks for the objective, in words; "" if nothing."""
     if not has_positions(shape, label_shape):
-        return f"labels stand for {label_shape} positions, which method sil must find there"
+        return f"labels stand for {label_shape} positions, which method sil needs as its first dimensions"
     if objective in WITH_DIRECTIONS and _feature_count(shape, label_shape, pooled=True) < 2:
-        return f"objective {objective} tells classes apart by directions, which one feature has none of"
+        return f"objective {objective} tells classes apart by directions, for which one feature is too few"
     return ""
 
 

@@ -45,7 +45,7 @@ class PslMethod(Method):
     name, in_pairs, divides_weights = "psl", True, True
     loss_name: ClassVar[LossName | None] = "psl"
     unverified = (
-        "--method psl adds up gradients pair by pair, which rounds otherwise than full training does: no bits are to be "
+        "--method psl adds up gradients pair by pair, which rounds differently from full training: their bits cannot be "
         "compared. Verify streamed or checkpointed with --loss psl."
     )
 
@@ -117,5 +117,6 @@ def _refuse_inseparable(loss: LossFunction, splits: Sequence[Split]) -> None:
         raise OptionError("--method psl trains by --loss psl alone, a sum over pairs of scores: leave out the other loss.")
     if any(split.labels.ndim > 1 or bool((split.labels < 0).any()) for split in splits):
         raise DataError(
-            "--method psl needs one class for each row, from 0 up; found labels of positions, or below 0. Use --method auto."
+            "--method psl needs one class for each row, from 0 up; found several labels in a row, or labels below 0. Use "
+            "--method auto."
         )

@@ -82,7 +82,7 @@ class SilMethod(Method):
         for name in () if config.recovery_epochs else given_of(Recovery, config):
             yield f"{flag_of(name)} goes with --recovery-epochs only. Leave it out"
         if config.ema is not None and config.recovery_epochs:
-            yield "--ema goes with no --recovery-epochs, which begins with an optimizer of its own. Leave one out"
+            yield "--ema does not go with --recovery-epochs, which begins with an optimizer of its own. Leave one out"
 
     def shuffles(self, config: Config) -> bool:
         """False for the paper's objective, which reads rows in one order."""
@@ -100,14 +100,14 @@ class SilMethod(Method):
             targets = loss.targets(labels)
             if targets is None or not torch.equal(targets.flatten(), labels.flatten()):
                 raise ModelError(
-                    "method sil judges inner partitions by the labels as they are, and the model's own loss takes others "
+                    "method sil trains inner partitions on the labels as they are, and the model's own loss takes others "
                     "(shifted by a position?). Give labels that are shifted already and a function (output, labels) -> loss, "
                     "or use --method auto."
                 )
 
     def lack_behind(self, config: Config, pack: RowPack, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
         if not (pack.lack or pack.is_one) and config.sil_inputs == "synthetic":
-            return "other values pass by it, where synthetic inputs stand for one value alone (--sil-inputs)"
+            return "other tensors go past it, and synthetic inputs stand for one tensor alone (--sil-inputs synthetic)"
         return pack.lack or lack_of(config.objective_name, shape, label_shape)
 
     def idle_options(self, config: Config, partitions: int) -> list[str]:

@@ -238,8 +238,8 @@ def as_chain(model: object) -> Chain:
         raise ModelError("the model has no blocks: give at least one.")
     if len(named) > MOST_BLOCKS:
         raise ModelError(
-            f"the model has {len(named)} blocks, and a plan can be made for {MOST_BLOCKS}: each has files of its own, and "
-            "every stretch of them is looked at. Join some: an nn.Sequential of several blocks is one."
+            f"the model has {len(named)} blocks, and a plan can be made for at most {MOST_BLOCKS}: each has files of its own, "
+            "and all ranges of them are compared. Join some: an nn.Sequential of several blocks is one."
         )
     wrong = [f"entry {name} is a {type(part).__name__}" for name, part in named if not callable(part)]
     if wrong:
@@ -272,7 +272,7 @@ def _find_tied(chain: Chain) -> None:
             block.tied += (Tied(name, owner, owner_name),)
     if problems:
         raise ModelError(
-            "only a parameter may be shared by blocks, since it has one home: "
+            "only a parameter may be shared by blocks, and each other tensor is stored with one block: "
             + ", ".join(problems) + ". Give each block its own, or let one layer make both calls."
         )  # fmt: skip
 
@@ -288,7 +288,7 @@ def refuse_without_values(modules: Mapping[str, nn.Module]) -> None:
             if type(tensor).__module__.partition(".")[0] in _QUANTIZED:
                 raise ModelError(
                     f"{name}.{own} is a {type(tensor).__name__} of quantized weights, which has scales beside its numbers that "
-                    "no home keeps. Give the network unquantized, in bfloat16 where memory or disk are short."
+                    "cannot be stored. Give the network unquantized, in bfloat16 where memory or disk are short."
                 )
     if problems := [text for name, module in modules.items() for text in _without_values(module, name)]:
         raise _unusable(problems)

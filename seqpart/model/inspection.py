@@ -116,7 +116,7 @@ def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype, autocast:
         cure = "--dtype bf16, which casts rows as it computes, or model.float()"
     else:
         cure = "model.float(), and --dtype bf16 for products in 16 bits"
-    return f"Its weights are {said} and it is given {other}, as which rows of floats are read: give {cure}."
+    return f"Its weights are {said} and its input is {other}, the type in which rows of floats are read: give {cure}."
 
 
 def cure_of_tokens(said: str, dtype: torch.dtype) -> str:
@@ -128,7 +128,7 @@ def cure_of_tokens(said: str, dtype: torch.dtype) -> str:
 
 _OTHER_WORDS = {
     "SparseTensorImpl": (
-        "its gradients are sparse, and have no home here",
+        "its gradients are sparse, and cannot be stored here",
         "Give nn.Embedding sparse=False: the same gradients, with their zeros.",
     ),
     "does not require grad and does not have a grad_fn": (
@@ -332,12 +332,12 @@ def explained_step(error: Exception) -> Exception:
     error = without_stop(error, "Let the layer, the loss or the metric raise another error")
     if re.search(r"of type _Place|through the graph a second time|size of tensor [ab] \(0\)", str(error)):
         return OptionError(
-            "loss: its graph reaches layers of other partitions, as by an attribute that a layer keeps in its forward pass: "
-            "what they were is gone by then. Return that with the output, or train with --method full."
+            "loss: its graph reaches layers of other partitions, as by a tensor that a layer keeps as an attribute: "
+            "their values are gone by then. Return it with the output, or train with --method full."
         )
     if re.search(r"support saved tensor hooks|data pointer on an invalid python storage", str(error)):
         return ModelError(
-            "a layer uses torch.func (grad, jvp, vjp), whose transforms cannot be taken apart where weights come and go. Train "
+            "a layer uses torch.func (grad, jvp, vjp), whose transforms do not work where weights are loaded in turn. Train "
             "with --method full, or let it call torch.autograd.grad(..., create_graph=True) under torch.enable_grad()."
         )
     if not isinstance(error, IndexError):

@@ -131,7 +131,7 @@ class MetaTensors:
         for parameter, other in self._parameters:
             if not parameter.is_meta:
                 parameter.grad = None
-                with suppress(RuntimeError):  # who still holds it, in a graph, holds one without values, as on meta
+                with suppress(RuntimeError):  # a graph that still refers to it has a tensor without values, as on meta
                     swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
         for tensors, name, buffer, _ in self._places:
             tensors[name] = buffer
@@ -141,8 +141,8 @@ def _refuse_hooked(name: str, module: nn.Module, parameter: nn.Parameter) -> Non
     """Raises ModelError for a parameter on the meta device with hooks, which would be lost with its tensor."""
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise ModelError(
-            f"the parameter {name} of a {type(module).__name__} is on the meta device and has a hook, which does not come "
-            "along when it gets its values. Build that module without parameters_on_meta, or leave the hook out."
+            f"the parameter {name} of a {type(module).__name__} is on the meta device and has a hook, which would be lost "
+            "when it gets its values. Build that module without parameters_on_meta, or leave the hook out."
         )
 
 
@@ -178,8 +178,8 @@ def refuse_away(model: object) -> None:
     parameters = (tensor for module in modules_of(model) for tensor in module._parameters.values() if tensor is not None)
     if any(tensor in _away for tensor in parameters):
         raise OptionError(
-            "the model, or a part of it, is in a session or a run that is not over, and empty until it is. Evaluate by "
-            "`session.evaluate`, or end the session first."
+            "the model, or a part of it, is in a session or a run that is not over, which holds its weights until then. "
+            "Evaluate by `session.evaluate`, or end the session first."
         )
 
 

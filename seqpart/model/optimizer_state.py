@@ -1,8 +1,7 @@
-"""What an optimizer knows of a parameter: tensors, which lie at home as weights do, and plain data, which are a text beside
-them.
+"""The state that an optimizer keeps for a parameter: tensors, stored as weights are, and plain data, stored as text with them.
 
-Plain data are whatever is no tensor in the parameter's state (counts, numbers, lists), and what the optimizer has changed of
-its groups and of itself since it was built. An optimizer that is built anew and given both goes on as if it had never gone.
+Plain data are whatever is no tensor in the parameter's state (counts, numbers, lists), and what the optimizer has changed in
+its groups and attributes since it was built. An optimizer that is built anew and given both goes on as the former one would.
 """
 
 import enum
@@ -164,8 +163,8 @@ class Several(torch.optim.Optimizer):
 
 @contextmanager
 def empty_allowed() -> Iterator[None]:
-    """Inside, an optimizer may be built of no parameters, which torch refuses: of two optimizers, one for matrices and one for
-    the rest, a partition may need one alone."""
+    """A context in which an optimizer may be built with no parameters, which torch refuses: of two optimizers, one for matrices
+    and one for the rest, a partition may need only one."""
     begin = torch.optim.Optimizer.__init__
 
     def begin_empty(self: torch.optim.Optimizer, params: Any, defaults: dict[str, Any]) -> None:
@@ -218,7 +217,7 @@ class Knowledge:
 
     @contextmanager
     def tuned(self) -> Iterator[None]:
-        """Inside, a schedule sets options of the groups: what it sets is no knowledge."""
+        """A context in which a schedule sets options of the groups, which do not count as the optimizer's own changes."""
         before = [[self._texts(group) for group in part.param_groups] for part in self._parts]
         yield
         for part, groups, (built, _) in zip(self._parts, before, self._built, strict=True):
@@ -351,7 +350,7 @@ class AtHome:
         self._waiting = []
 
     def tuned(self) -> AbstractContextManager[None]:
-        """Inside, a schedule sets options of the optimizer's groups."""
+        """A context in which a schedule sets options of the optimizer's groups."""
         return self._knowledge.tuned()
 
     def settle(self) -> None:

@@ -41,7 +41,7 @@ Counts = list[tuple[dict[str, Any], dict[str, int]]]
 """Dicts of an optimizer, each with its whole numbers."""
 
 _OTHERS = "Use adam, adamw, sgd or adafactor."
-_ANEW = "where it is built anew for each visit of a partition, with all that it kept"
+_ANEW = "when it is built anew for each visit of a partition, with all the state that it kept"
 _FEW, _MANY = 1 << 14, 1 << 18
 """Numbers of a parameter in real steps: at most _FEW, or _MANY if it has other state with so few."""
 _STEPS, _SKIPPED, _LATE = 12, 990, 3
@@ -51,7 +51,7 @@ done at every 10th or 100th step is done too."""
 
 @dataclass
 class Found:
-    """What trials have found out about an optimizer."""
+    """Results of the trials of an optimizer."""
 
     states: dict[TensorSpec, State] = field(default_factory=dict)
     """{kind of parameter: its state}."""
@@ -251,7 +251,7 @@ class _Trial:
     def way(self, states: Mapping[TensorSpec, State]) -> tuple[_Way, bool, bool]:
         """Returns (the first way with the steps of one lasting optimizer, true if it needs all parameters together, true if the
         optimizer keeps something beside the states)."""
-        kinds = [*states, next(iter(states))]  # two at least: each is to learn as if it were alone
+        kinds = [*states, next(iter(states))]  # two at least: to see whether each is updated as if it were alone
         before, changed = _generators(), False
         for _, found in self._steps(kinds, states, _Way.LIVING, together=True):
             changed = changed or any(more for _, more, _ in found)
@@ -262,14 +262,14 @@ class _Trial:
             )
         reasons = []
         ways = [(_Way.ZEROS, False), (_Way.TEXTS, False), (_Way.TEXTS, True)]
-        for way, together in ways[changed:]:  # zeros alone know nothing of what has changed beside the state
+        for way, together in ways[changed:]:  # with zeros alone a change outside the state would not show
             try:
                 step = _first_difference(
                     self._steps(kinds, states, _Way.LIVING, together=True), self._steps(kinds, states, way, together=together)
                 )
                 if step is None:
                     return way, together, changed
-                reasons.append(f"its step {step} is another one {_ANEW}")
+                reasons.append(f"its step {step} has another result {_ANEW}")
             except NoHomeError as error:
                 reasons.append(str(error))
             except Exception as error:

@@ -66,7 +66,7 @@ class Optimizer:
     named: bool = False
     """True if the function takes pairs (name, parameter)."""
     found: Found = field(default_factory=Found, compare=False, repr=False)
-    """What was found out on the kinds of parameters that it was tried on."""
+    """Results of its trials, by kind of parameter."""
 
     def build(self, parameters: Sequence[nn.Parameter], names: Sequence[str] = ()) -> torch.optim.Optimizer:
         """Builds the optimizer of these parameters. names: theirs in the model; without any, all are called weight."""
@@ -224,7 +224,7 @@ def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float =
 
 @functools.cache
 def _found_of(name: str, momentum: bool) -> Found:
-    """What was found out so far, shared by all learning rates."""
+    """Results of the trials so far, shared by all learning rates."""
     return Found()
 
 

@@ -89,7 +89,7 @@ def _is_of_rows(value: Value) -> bool:
 
 
 class BoundaryRouting:
-    """Which partition gives and takes which values; shared by the simulator and the executor.
+    """Routes of values between partitions (who gives and who takes each), for the simulator and the executor.
 
     entering, leaving: for each partition, the values that it takes from others and those that others take.
     """

@@ -285,15 +285,15 @@ def _places(layer: Any) -> list[_Place]:
 def _lack_of(layer: Any, device: str) -> str:
     """Why the layer cannot be part of a model that is trained, in words; "" where it can."""
     if is_listened_to(layer):
-        return "it has hooks, or a forward of its own, which would be left out. Take them away"
+        return "it has hooks, or a forward of its own, which would be left out. Remove them"
     if type(layer).__name__ not in _KINDS:
         return f"of its linear layers {', '.join(_KINDS)} are known. Take one of these"
     if _is_of_8_bits(layer):
         return _lack_of_8_bits(layer, device)
     if layer.weight.requires_grad:
         return (
-            "its packed weight is to learn, which the library has no gradient for. Freeze it (weight.requires_grad_(False)), "
-            "and let an adapter learn"
+            "its packed weight requires a gradient, which the library does not compute. Freeze it "
+            "(weight.requires_grad_(False)), and let an adapter learn"
         )
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
@@ -314,7 +314,7 @@ def _lack_of(layer: Any, device: str) -> str:
 
 def _lack_of_8_bits(layer: Any, device: str) -> str:
     if type(layer.weight).__name__ != "Int8Params" or layer.state.has_fp16_weights:
-        return "its weights learn in 16 bits. Build it with has_fp16_weights=False, freeze it, and let an adapter learn"
+        return "its weights are trained in 16 bits. Build it with has_fp16_weights=False, freeze it, and let an adapter learn"
     if layer.weight.dtype is not torch.int8:
         return 'it is not quantized yet. Move the model once, for example model.to("cpu"): that quantizes it'
     if device != "cpu":

@@ -72,8 +72,8 @@ class Scheduler:
             self._scheduler = self._factory(self._optimizer)
         if isinstance(self._scheduler, ReduceLROnPlateau):
             raise OptionError(
-                "--lr-schedule: ReduceLROnPlateau waits for a metric, and a schedule is known before the run begins here. Give "
-                "one that depends on the number of updates alone."
+                "--lr-schedule: ReduceLROnPlateau waits for a metric, and here a schedule must be known before the run begins. "
+                "Give one that depends on the number of updates alone."
             )
         self._step = _step_of(self._scheduler)
 

@@ -122,15 +122,15 @@ def _refuse_other_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]
         path, _, leaf = name.rpartition(".")
         if name not in now and not isinstance(tensor, nn.Parameter) and module.get_submodule(path)._buffers.get(leaf) is None:
             raise ModelError(
-                f"its forward pass takes its buffer {name} away. Let it keep one, or hold it in a plain attribute."
+                f"its forward pass removes its buffer {name}. Let it keep a tensor there, or hold it in a plain attribute."
             )
     for name, tensor in now.items():
         before = tensors.get(name)
         if before is not None and (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
             raise ModelError(
                 f"its forward pass makes {name} a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype}, and it came "
-                f"with {tuple(before.shape)} and {before.dtype}: a weight or buffer stays as large as it is. Make it so in "
-                "__init__, or keep the tensor in a plain attribute."
+                f"with {tuple(before.shape)} and {before.dtype}: a weight or buffer must keep its shape and type. Make it so "
+                "in __init__, or keep the tensor in a plain attribute."
             )
         if isinstance(tensor, nn.Parameter) and name not in known:
             raise ModelError(f"its forward pass makes the parameter {name}, which no optimizer knows. Make it in __init__.")
@@ -164,10 +164,10 @@ def refuse_sharing(tensors: Mapping[str, torch.Tensor], attributes: Mapping[str,
         said = ", ".join(f"{one} and {other}" for one, other in pairs[:3])
         cure = "Let both names be one parameter (b.weight = a.weight), or give each its own (.clone())."
         if any(other == f"{one}_orig" for one, other in pairs):
-            cure = "Take torch.nn.utils.parametrizations.spectral_norm in the place of torch.nn.utils.spectral_norm."
+            cure = "Use torch.nn.utils.parametrizations.spectral_norm instead of torch.nn.utils.spectral_norm."
         raise ModelError(
             f"tensors that share memory without being one: {said}. A change of one would be seen in the other, and here each "
-            f"has a home of its own. {cure}"
+            f"is stored by itself. {cure}"
         )
 
 

@@ -127,7 +127,7 @@ def _files(path: Path) -> tuple[Sequence[Path], Mapping[str, str]]:
 def _refuse_pickle(path: Path) -> None:
     if path.suffix in PICKLES:
         raise OptionError(
-            f"--weights: {path} is a pickle, which runs what is in it when it is read. Where you trust it, write its tensors "
+            f"--weights: {path} is a pickle, which runs what is in it when it is read. If you trust it, write its tensors "
             "once more: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')."
         )
 
@@ -163,7 +163,7 @@ def _tensors(path: Path) -> list[Stored]:
     layout, _ = decode_entries(head, path)
     found = [Stored(path, spec, 8 + length + spec.offset) for spec in layout.specs]
     if any(stored.spec.stride is not None for stored in found):
-        raise ModelError(f"{path} is the home of a block, not the weights of a model. Give the weights that a run left.")
+        raise ModelError(f"{path} holds one block of a run, not the weights of a model. Give the weights that a run left.")
     if any(stored.start + stored.spec.nbytes > size or stored.spec.offset < 0 for stored in found):
         raise CorruptFile(f"{path} ends before its last tensor: it was not copied whole. Use another copy.", path)
     return found
@@ -175,7 +175,7 @@ def _refuse_types(head: bytes, path: Path) -> None:
     except (ValueError, AttributeError, TypeError):
         return  # it is damaged, which is found when it is decoded
     if unknown := sorted(map(str, found - set(DTYPES))):
-        raise ModelError(f"{path} holds tensors of type {', '.join(unknown)}, which have no home. Convert them.")
+        raise ModelError(f"{path} holds tensors of type {', '.join(unknown)}, which cannot be stored here. Convert them.")
 
 
 Modules = Callable[[Block], nn.Module]

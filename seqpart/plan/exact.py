@@ -71,7 +71,7 @@ def fastest_of(problem: Problem, method: Method, available: int) -> Prediction |
         if not measurable(problem, micro_batch):
             return None
         again = _saved_answers(problem, method, micro_batch)
-        if again is not None and again.peak <= available + RUNTIME_VARIES:  # it filled the limit beside another runtime
+        if again is not None and again.peak <= available + RUNTIME_VARIES:  # the runtime differs a little between processes
             return again
         if method.in_pairs:
             best = next((one for one in _paired(problem, method, micro_batch) if one.peak <= available), None)
@@ -191,7 +191,7 @@ def _smallest(problem: Problem, methods: Iterable[Method]) -> Prediction:
     alone = [method for method in methods if not method.in_pairs]
     ways = (
         (method, rows, parts, way) for method in alone for rows in sizes for parts, way in candidates(problem, method, rows)
-        if method.stays or way.slots == 1  # others have more of them for the same work
+        if method.stays or way.slots == 1  # more slots take more memory for the same work
     )  # fmt: skip
     paired = (one for method in methods if method.in_pairs for rows in sizes for one in _paired(problem, method, rows))
     found = [*paired, smallest_of(problem, ways)]
@@ -266,14 +266,14 @@ def _reasons(
 
 
 def _bound(best: Prediction) -> Iterator[str]:
-    """Says, if anything is transferred, how long an update computes and moves bytes, and which of the two it waits for."""
+    """Says, if anything is transferred, how long an update computes and transfers, and which of the two it waits for."""
     if not best.moving:
         return
     near, parts = best.candidate.resources.at_host, range(len(best.candidate.parts))
     link = "the disk" if not near else "the device's link" if near.issuperset(parts) else "the device's link and the disk"
     longer = link if best.moving > best.computing else "the computation"
     yield (
-        f"an update computes for {best.computing:.3g} s and moves bytes for {best.moving:.3g} s, one beside the other: it "
+        f"an update computes for {best.computing:.3g} s and transfers for {best.moving:.3g} s, both at the same time: it "
         f"waits for {longer}{'' if longer == link else f', with transfers by {link}'}"
     )
 
@@ -292,12 +292,12 @@ def _shared(best: Prediction) -> str:
     slots = best.candidate.resources.slots
     if best.method.stays or not slots:
         return ""
-    why = "the next comes and the last goes while one computes" if slots > 1 else "there is no room for a second"
+    why = "the next is loaded and the last saved while one computes" if slots > 1 else "there is no room for a second"
     return f", {slots} slot(s): {why}"
 
 
 def _whys(problem: Problem, best: Prediction, available: int) -> tuple[str, ...]:
-    """Reasons of each partition: why it stays or comes in turn, and where its graph waits; in bytes and seconds per update."""
+    """Reasons of each partition, in bytes and seconds per update: why it stays or is loaded in turn, where its graph waits."""
     options = {
         (option.partition, option.kind): option
         for option in options_of(problem, best, offload=bool(problem.machine.graph_tiers))
@@ -317,7 +317,7 @@ def _whys(problem: Problem, best: Prediction, available: int) -> tuple[str, ...]
 
 def _whys_of_pairs(best: Prediction) -> tuple[str, ...]:
     scores = len(best.candidate.parts) - 2
-    return ("common to all pairs: on the device throughout", *["in turn"] * scores, "scores side by side: for tests alone")
+    return ("common to all pairs: on the device throughout", *["loaded in turn"] * scores, "all scores joined: only for tests")
 
 
 def _element(best: Prediction) -> str:
@@ -339,17 +339,17 @@ def _why_there(best: Prediction, p: int, options: _Options, left: str) -> str:
     if best.method.stays or len(best.candidate.parts) == 1:
         return ""
     if option is None:
-        return "in turn"
+        return "loaded in turn"
     if p in best.candidate.resources.stays:
-        return f"on the device throughout ({format_size(option.nbytes)}, {_milliseconds(option.transfer)} less of transfers)"
+        return f"on the device throughout ({format_size(option.nbytes)}, saves {_milliseconds(option.transfer)} of transfers)"
     if p in best.candidate.resources.weights_stay:
         inner = options[p, Kind.WEIGHTS]
         more = format_size(option.nbytes - inner.nbytes)
         return (
-            f"weights on the device throughout ({format_size(inner.nbytes)}, {_milliseconds(inner.transfer)} less of "
-            f"transfers), optimizer state in turn (to stay takes {more}, {left})"
+            f"weights on the device throughout ({format_size(inner.nbytes)}, saves {_milliseconds(inner.transfer)} of "
+            f"transfers), optimizer state loaded in turn (keeping it there takes {more}, {left})"
         )
-    return f"in turn (to stay takes {format_size(option.nbytes)}, {left})"
+    return f"loaded in turn (keeping it on the device takes {format_size(option.nbytes)}, {left})"
 
 
 def _why_graph(best: Prediction, p: int, options: _Options, left: str, tier: str) -> str:
@@ -357,16 +357,16 @@ def _why_graph(best: Prediction, p: int, options: _Options, left: str, tier: str
     kept, at_host = options.get((p, Kind.KEEP)), p in candidate.resources.graphs_at_host
     away = options.get((p, Kind.HOST if at_host else Kind.DISK))
     if p == last:
-        return "forward in its backward" if last else ""
+        return "forward and backward in one step" if last else ""
     if p in candidate.offloads and away is not None:
         moved = format_size(candidate.parts[p][2].graph)
         where = f"in {tier} memory" if at_host else "on the disk"
-        return f"graph {where} ({moved} a micro-batch, {_milliseconds(away.compute)} less of computing)"
+        return f"graph {where} ({moved} a micro-batch, saves {_milliseconds(away.compute)} of computing)"
     if p in candidate.keeps and kept is not None:
-        return f"graph kept ({format_size(kept.nbytes)}, {_milliseconds(kept.compute)} less of computing)"
+        return f"graph kept ({format_size(kept.nbytes)}, saves {_milliseconds(kept.compute)} of computing)"
     if kept is None:
-        return "no backward: nothing up to it learns"
-    return f"graph computed again (it takes {format_size(kept.nbytes)}, {left})"
+        return "no backward: no parameter up to here is trained"
+    return f"graph recomputed (keeping it takes {format_size(kept.nbytes)}, {left})"
 
 
 def _why_boundary(best: Prediction, p: int, options: _Options, left: str) -> str:
@@ -374,8 +374,8 @@ def _why_boundary(best: Prediction, p: int, options: _Options, left: str) -> str
     if option is None:
         return ""
     if tiers[p] == DEVICE:
-        return f"its boundary on the device ({format_size(option.nbytes)}, {_milliseconds(option.compute)} less of waiting)"
-    return f"its boundary on {tiers[p]} (on the device it takes {format_size(option.nbytes)}, {left})"
+        return f"its boundary on the device ({format_size(option.nbytes)}, saves {_milliseconds(option.compute)} of waiting)"
+    return f"its boundary on {tiers[p]} (on the device it would take {format_size(option.nbytes)}, {left})"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -139,8 +139,8 @@ class Inputs:
                 if not self.device.ran_out_of_memory(error):
                     raise
                 raise DoesNotFit(
-                    f"the limit of {format_size(self.limit)} is too small to plan in: looking at the model block by block "
-                    f"takes more. Give more, for example {format_limit(self.limit * 3 // 2)}."
+                    f"the limit of {format_size(self.limit)} is too small to plan in: measuring the model block by block "
+                    f"needs more memory. Give more, for example {format_limit(self.limit * 3 // 2)}."
                 ) from error
 
     def _check_model(self, trains: bool) -> None:
@@ -206,7 +206,8 @@ class Inputs:
         if giant.weights + giant.gradients > total:
             raise DoesNotFit(
                 f"{self.chain[number]} alone has {format_size(giant.weights)} of weights and {format_size(giant.gradients)} of "
-                f"gradients: more than the {format_size(total)} that the device has, so no limit would do. Split it."
+                f"gradients: more than the {format_size(total)} that the device has, so no limit would be enough. Split it "
+                "into smaller blocks."
             )
 
     def try_blocks(self, wanted: Iterable[tuple[int, int, int]]) -> bool:
@@ -397,7 +398,7 @@ class Inputs:
         def cost(block: BlockCost) -> tuple[int, int]:
             is_last = any(block is last for last in lasts)
             if not is_last and not (inner and self.cuts_behind(block)):
-                return 0, 0  # no loss ever stands there, and none may suit that shape
+                return 0, 0  # no partition's loss follows this block, and none may suit its shape
             return self._measured_loss(method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last)
 
         refuse_unlike(self._final_loss, lasts[0].output_shape, self.classes, self.train.labels)

@@ -84,7 +84,7 @@ def choose_cuts(problem: Problem, parts: Parts, told: PlanWording) -> Cuts:
     least = min(refusals, key=lambda refusal: refusal.smallest or problem.limit)
     words = ""
     if problem.machine.runtime <= problem.limit - margin_of(problem.limit):
-        words = "\n  A subnet, and a block of the whole network, have to fit: more --subnets make the first smaller."
+        words = "\n  One subnet, and one block of the whole network, must each fit: with more --subnets a subnet is smaller."
     raise refused(f"{least.message}{words}", least.smallest or problem.limit, least.rows)
 
 
@@ -185,8 +185,8 @@ class SubnetPreparation(Planner):
             self.epoch_rows = self.train.count // self.count
         if not self.epoch_rows:
             raise DataError(
-                f"{self.train.count} training rows are fewer than {self.count} subnets, and each gets a share. Give fewer "
-                "--subnets, or --subnet-rows all."
+                f"{self.train.count} training rows are fewer than {self.count} subnets, and each subnet needs rows of its own. "
+                "Give fewer --subnets, or --subnet-rows all."
             )
         joint_chain = parted(self.chain, count=self.count, group=settings.subnet_groups or GROUP, seed=settings.seed)
         self.chain, self.parts = joint_chain, joint_chain.parts
@@ -202,13 +202,13 @@ class SubnetPreparation(Planner):
             taken, given = cost.takes[0].shape, cost.gives[0].shape
             if given[:1] != (rows,):
                 raise ModelError(
-                    f"method ist trains networks whose blocks hand rows to each other; {block} makes {given} of {rows} rows. "
-                    "Use --method auto."
+                    f"method ist needs blocks that return one row for each row of the batch; {block} returned the shape "
+                    f"{given} for {rows} rows. Use --method auto."
                 )
             if block.number in section and taken != given:
                 raise ModelError(
-                    f"{block} says by residual_branch() that it adds to its input, of {taken[1:]} for a row, and gives "
-                    f"{given[1:]}. Let residual_branch() return None where the shape changes."
+                    f"{block} declares by residual_branch() that it adds to its input, but a row has the shape {taken[1:]} "
+                    f"before it and {given[1:]} after it. Let residual_branch() return None where the shape changes."
                 )
 
     @property
@@ -266,8 +266,8 @@ class SubnetPreparation(Planner):
         rows = f"all {self.epoch_rows} rows" if self.all_rows else f"{self.epoch_rows} rows of its own"
         yield f"rounds of {local} update(s) of each subnet{last}; an epoch is {rows} for each"
         if rest := 0 if self.all_rows else self.train.count % self.count:
-            which = "others each time" if self.settings.shuffles else "always the last"
-            yield f"{rest} row(s) are left out of every epoch, {which}, so that all subnets have as many"
+            which = "other ones each time" if self.settings.shuffles else "always the last"
+            yield f"{rest} row(s) are left out of every epoch, {which}, so that all subnets have the same number"
         yield f"partitions 0..{whole - 1} are the whole network's, for tests; then each subnet's {each}"
 
     def _parting(self, whole: Sequence[tuple[int, int, PartitionCost]]) -> Parting:

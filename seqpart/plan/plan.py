@@ -165,13 +165,13 @@ class Plan:
         try:
             found = _of_today(found)
         except (KeyError, TypeError, AttributeError):
-            raise ValueError("it has not the fields of a plan") from None
+            raise ValueError("it does not have the fields of a plan") from None
         plan = as_type(cls, found)
         edges = [0, *(part.last for part in plan.partitions)]
         if not plan.partitions or [part.first for part in plan.partitions] != edges[:-1] or edges != sorted(set(edges)):
-            raise ValueError("its partitions do not follow each other")
+            raise ValueError("its partitions do not follow each other from block 0 on, without gaps")
         if twice := [part.first for part in plan.partitions if part.stays and part.weights_stay]:
-            raise ValueError(f"the partition from block {twice[0]} on stays as a whole, and its weights alone do")
+            raise ValueError(f"the partition from block {twice[0]} on has both `stays` and `weights_stay`: expected one")
         return plan
 
 
@@ -184,8 +184,8 @@ class PlanWording:
     cut: str = "as asked"
     micro_batch: str = "as asked"
     otherwise: str = (
-        "not all is as the plan says: partitions and weights that stay, and offloaded graphs, go with --method auto; what does "
-        "not fit, or cannot be, is chosen again"
+        "not all of the plan is reused: partitions and weights that stay, and offloaded graphs, go with --method auto; "
+        "what does not fit, or is not possible, is chosen again"
     )
     """Said where not all choices of a saved plan could be reused."""
 
@@ -228,7 +228,7 @@ def _of_today(found: dict[str, Any]) -> dict[str, Any]:
     whatever they cause."""
     version = found.pop("format")
     if version not in (2, 3, 4, FORMAT):
-        raise ValueError(f"format {version}")
+        raise ValueError(f"its format is {version}; expected 2 to {FORMAT}")
     parts = found["partitions"]
     if version == 2:
         since = found.pop("keeps_graph_from")
@@ -270,7 +270,7 @@ def as_text_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _choices(plan: Plan, number: int) -> dict[str, str]:
-    """Cells for the choices of a partition. The last one runs forward in its backward, so its graph is always kept."""
+    """Cells for the choices of a partition. The last one runs forward and backward in one step: its graph is always kept."""
     part, last = plan.partitions[number], len(plan.partitions) - 1
     graph = KEPT if part.graph == RECOMPUTED and number == last else part.graph
     where = {"boundary": part.boundary_tier} if plan.tiers else {}

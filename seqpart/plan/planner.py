@@ -348,8 +348,9 @@ class Planner(Inputs):
         if asked is None:
             return 0 if self.device.shares_memory else free // 2
         budget = parse_size(asked, total=free, free=free, name="--ram-limit")
-        if budget > free and not (self.dry and self.device.hardware is not None):  # the machine around that card has its own
-            raise OptionError(f"--ram-limit: {format_size(budget)} were asked for, and {format_size(free)} of RAM are free.")
+        if budget > free and not (self.dry and self.device.hardware is not None):  # a simulated card has a machine of its own
+            asked, most = format_size(budget), format_size(free)
+            raise OptionError(f"--ram-limit: {asked} were asked for, and {most} of RAM are free. Give at most that.")
         return budget
 
     def _plan(

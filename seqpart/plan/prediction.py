@@ -77,7 +77,7 @@ def least_peak(problem: Problem, method: Method, micro_batch: int, parts: Parts,
     most = gradients = 0
     for p, cost in reversed(list(enumerate(costs))):
         most = max(most, gradients + (cost.train_peak if p >= lowest else cost.forward_peak))
-        gradients += cost.gradients if method.stays and cost.trainable else 0  # they wait for the end of the update
+        gradients += cost.gradients if method.stays and cost.trainable else 0  # held until the end of the update
     return problem.machine.peak(held + max(most, least_at_end(problem, method, micro_batch, parts, resources)))
 
 
@@ -103,7 +103,7 @@ def predict(
     boundaries = host_boundaries(problem, parts, micro_batch, resources.tiers)
     wanted, at_once = offloads & resources.graphs_at_host, graphs_at_once(method, problem.batch_size, micro_batch)
     places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
-    while places.graphs < wanted:  # then the others are computed again
+    while places.graphs < wanted:  # graphs with no place are recomputed
         keeps, offloads, wanted = keeps - (wanted - places.graphs), offloads - (wanted - places.graphs), places.graphs
         places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
     resources = replace(
@@ -154,7 +154,7 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
     if method.in_pairs:
         return method.phases(work)
     train = replace(whole_network(work, streamed=not method.stays), epoch=1)
-    # The first update loads what is there for the others: with one update an epoch it takes two epochs to see one of these.
+    # The first update loads what later ones find loaded: with one update an epoch, the first of these is in the second epoch.
     epochs = WALKED_UPDATES if rows <= batch else 1
     return Phases([Epochs(train=train, epochs=epochs, behind=test_phases(work, stays=method.stays))])
 
@@ -244,7 +244,7 @@ def with_rows(
     for p, nbytes in rows.items() if saved is None else [(p, rows[p]) for p in sorted(saved.rows_in_memory & rows.keys())]:
         held = replace(candidate, rows={**candidate.rows, p: nbytes})
         peak = max(peaks_by_partition(problem, held, phases, predicted_steps))
-        if peak <= available + (0 if saved is None else RUNTIME_VARIES):  # it filled the limit beside another runtime
+        if peak <= available + (0 if saved is None else RUNTIME_VARIES):  # the runtime differs a little between processes
             candidate = held
     return candidate
 
@@ -381,7 +381,7 @@ def _near(problem: Problem, plain: Prediction, micro_batches: int) -> Iterator[O
         nbytes = sum(value.nbytes for value in handing.entering[p] if handing.users[value.number][0] == p)
         read, write = (speeds.up, speeds.down) if tier == "host" else (speeds.read, speeds.write)
         at_once = 1 if plain.method.stays else micro_batches
-        if nbytes:  # the activation and its gradient leave, and nothing goes on while they come
+        if nbytes:  # the activation and its gradient are offloaded; the computation waits for their return
             yield Option(p, Kind.BOUNDARY, nbytes * at_once, micro_batches * nbytes / read, 2 * micro_batches * nbytes / write)
 
 

@@ -29,7 +29,7 @@ from seqpart.units import format_size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a plan runs on: how fast it is, and what is held there beside the plan."""
+    """The machine that a plan is made for: its speeds, and the memory that other things hold there."""
 
     device: str
     host_counts: bool
@@ -150,7 +150,7 @@ class Candidate:
 
     @property
     def heap_reason(self) -> list[str]:
-        text = "memory of tensors that die stays for those that come: there is room for a heap of"
+        text = "freed memory stays in the process for later tensors: there is room for a heap of"
         return [f"{text} {format_size(self.heap)}"] if self.heap else []
 
 
@@ -162,7 +162,7 @@ def measurable(problem: Problem, micro_batch: int) -> bool:
     batch, is_largest = problem.the_batch, micro_batch == micro_batches(problem)[0]
     try:
         problem.costs_at(micro_batch)
-    except (ModelError, DataError):  # the second of the block that takes the data's rows
+    except (ModelError, DataError):  # DataError: from the block that takes the data's rows
         if is_largest:
             raise
         return False
@@ -173,7 +173,7 @@ def measurable(problem: Problem, micro_batch: int) -> bool:
     except (ModelError, DataError) as error:
         if is_largest:
             raise ModelError(
-                f"{problem.train_rows} rows in batches of {batch}, {micro_batch} at a time, leave a single row, and "
+                f"{problem.train_rows} rows in batches of {batch} and micro-batches of {micro_batch} leave a single row, and "
                 f"{error.with_flags} Give another --batch-size or --micro-batch-size."
             ) from None
         return False
@@ -285,10 +285,11 @@ def refuse_given(problem: Problem, peak: int) -> None:
     runtime, alive = problem.machine.runtime, problem.machine.live_bytes
     if alive and peak <= problem.machine.beside(alive):
         raise refused(
-            f"the model was given alive, which needs {format_size(peak)}, and {left_of(problem.limit)}.\n"
-            f"  Its weights, {format_size(alive)}, are all in memory when the run begins and when it ends, beside the runtime "
-            f"of {format_size(runtime)}.\n"
-            "  Give factories, which build one block at a time, or give more.",
+            f"the model was given alive, as modules that hold their weights: that needs {format_size(peak)}, and "
+            f"{left_of(problem.limit)}.\n"
+            f"  Its weights, {format_size(alive)}, are all in memory when the run begins and when it ends, together with the "
+            f"runtime of {format_size(runtime)}.\n"
+            "  Give factories, which build one block at a time, or give a larger limit.",
             limit_for(peak),
         )
 

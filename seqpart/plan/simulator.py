@@ -338,7 +338,7 @@ class Simulator:
         assert self._resources.parting is not None
         whole, parts = self._resources.parting.homes[step.partition]
         if self._resources.slots == 1:
-            self._shared = 0  # its buffer goes
+            self._shared = 0  # its buffer is freed
         read, written = (whole, parts) if step.verb is Verb.SPLIT else (whole + parts, whole)
         seconds = read / self._speeds.read + written / self._speeds.write
         return self._now + self._resources.parting.buffers, read, written, seconds
@@ -374,10 +374,10 @@ class Simulator:
         if p == phase.partition:
             self._hold_values(part.entering, step.micro_batch, rows if phase.keeps_rows(p) else None)
             self._keep("labels", 0, step.micro_batch, rows * self._resources.label_row)
-        offloads = phase.offloads_graph(p)  # then saved tensors die like others
+        offloads = phase.offloads_graph(p)  # then saved tensors are freed like others
         work = part.inference_peak if offloads else part.forward_peak
         peak = self._now + work - self._entered(phase, p, part, step.micro_batch)
-        if p == phase.partition < phase.lowest:  # each that it stands for is used up before the next one comes
+        if p == phase.partition < phase.lowest:  # of the micro-batches that it stands for, one is there at a time
             peak -= self._held_of(self._handing.used_up(p), step.micro_batch) * (self._alike - 1) // self._alike
         if p < phase.last:
             self._hold_values(part.leaving, step.micro_batch)
@@ -409,7 +409,7 @@ class Simulator:
         if phase.offloads_graph(p):
             need -= part.kept
         if part.lent and self._handing.tier_of(-1, self._resources.tiers) != DEVICE:
-            need += part.lent  # what came; on the device it waited there
+            need += part.lent  # copies of gradients that waited off the device
         # The partition's input, and the gradient that comes in, are counted in its own peak: not twice.
         own, handed = self._entered(phase, p, part, m), self._hand_down(p, m)
         waiting = (handed + graph + labels) * (self._alike - 1) // self._alike  # of the others that this one stands for
@@ -425,7 +425,7 @@ class Simulator:
                 self._free("tied", borrower, m)
         seconds = self._computing(part, rows, forward=0 if phase.keeps_graph(p) else 1, backward=1)
         if not alone and not phase.keeps_graph(p):
-            seconds += self._away(part.entering, self._speeds.read, self._speeds.up)  # nothing goes on while it is read
+            seconds += self._away(part.entering, self._speeds.read, self._speeds.up)  # the computation waits for it
         return peak, read, 0, max(seconds, read / self._speeds.read)
 
     def _computing(self, part: PartitionCost, rows: int, *, forward: int, backward: int) -> float:

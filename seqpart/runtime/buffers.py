@@ -22,7 +22,7 @@ class BufferSnapshots:
         self._before: list[_Copy] = []
         self._at_visit: list[_Copy] = []
         self._is_new = self._trained = False
-        """Whether no pass has been made since the update began; and whether one has in this visit, with a graph."""
+        """True if no pass was made since the update began; true if one with a graph was made in this visit."""
         self._left: list[torch.Tensor] = []
 
     def begin_visit(self) -> None:
@@ -31,7 +31,7 @@ class BufferSnapshots:
 
     def end_visit(self) -> None:
         """Ends a visit without an update: restores the buffers to before it, or before the forward pass that is repeated."""
-        if self._trained:  # else, as behind tests, nothing was written, and what they are may be on its way home
+        if self._trained:  # else, as after tests, nothing was written, and the values may still be being saved
             self._put_back(self._at_visit or self._before)
         self.forget()
 
@@ -41,7 +41,7 @@ class BufferSnapshots:
 
     def remember(self) -> None:
         """Copies the buffers, once, before a forward pass that changes running statistics and may be repeated."""
-        begun = self._at_update if self._is_new else []  # the first pass since then: they are what they were
+        begun = self._at_update if self._is_new else []  # the first pass since then: the values are the same
         self._before, self._is_new = self._before or self._at_visit or begun or self._copied(), False
         self._trained = True
 

@@ -53,7 +53,7 @@ class Hooks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanges:
-    """Where the values of a stage come from and go to: rows, boundaries between partitions, offloaded graphs."""
+    """Sources and destinations of a stage's values: rows, boundaries between partitions, offloaded graphs."""
 
     boundaries: Boundaries
     reader_thread: ReaderThread
@@ -197,7 +197,7 @@ class Compute:
         return 0, 0
 
     def _offloaded_graph(self, step: Step) -> AbstractContextManager[frozenset[int]]:
-        """Inside, the offloaded tensors of the step's graph are on the device. Yields the addresses of their memory."""
+        """A context in which the step's offloaded tensors are on the device. Yields the addresses of their memory."""
         if self._graphs is None:
             return nullcontext(frozenset())
         away = self.phases[step.phase].offloads_graph(step.partition)
@@ -253,8 +253,8 @@ class Compute:
         self._handover.give_down(p, m, gradients, phase.lowest)
         if p > phase.lowest and self._handover.wanted(p, phase.lowest) and not self._handover.gradients_wait(m):
             raise ModelError(
-                f"no gradient came through partition {p} (from {self.loaded[p].blocks[0]} on), and blocks before it are to "
-                "learn. Freeze them (requires_grad_(False)), or let that block be differentiable."
+                f"no gradient came back through partition {p} (from {self.loaded[p].blocks[0]} on), and blocks before it are "
+                "to learn. Freeze them (requires_grad_(False)), or let that block be differentiable."
             )
 
     def _back_propagate_loss(self, step: Step, taken: Pack, labels: torch.Tensor) -> None:
@@ -429,8 +429,8 @@ def share_of_update(verdict: LossValue, span: Span) -> tuple[float, float]:
         return verdict.weight / span.update_rows, verdict.weight
     if part < 1.0 and verdict.kind is Kind.WHOLE:
         raise OptionError(
-            "memory ran out for a whole batch, and this loss is not the sum of its parts': give a larger --mem-limit, or a "
-            "smaller --batch-size with the same --micro-batch-size."
+            "memory ran out for a whole batch, and its loss is not the sum of its micro-batches': give a larger --mem-limit, "
+            "or a smaller --batch-size with the same --micro-batch-size."
         )
     return 1.0 if verdict.kind is Kind.SUM else part, 0.0
 

@@ -330,7 +330,7 @@ class Executor:
         self._loaded.clear()
         if not self._store.rollback():
             raise OutOfMemory(
-                f"memory ran out in {self.step} in the middle of an update, and the homes in host memory cannot be taken back: "
+                f"memory ran out in {self.step} in the middle of an update, and the weights in host memory cannot be restored: "
                 f"{text}. Resume from the last checkpoint with a larger --mem-limit or a smaller --micro-batch-size."
             )
         before, (position, self.compute.committed) = self.position, self._marked

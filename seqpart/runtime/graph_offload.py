@@ -112,8 +112,8 @@ class GraphOffload:
 
     @contextmanager
     def on_device(self, key: Key | None) -> Iterator[frozenset[int]]:
-        """Inside, what `key` gathered is on the device. Yields the addresses of its memory, which is reused later; a block may
-        return one of them as a gradient. None: a BACKWARD that needs none of them, and prefetches the first."""
+        """A context in which what `key` gathered is on the device. Yields the addresses of its memory, which is reused later: a
+        block may return one of them as a gradient. None: a BACKWARD that needs none of them, and prefetches the first."""
         if key is None:
             for ranges in self._every:
                 ranges.fetch()
@@ -254,7 +254,7 @@ def packing(
     buffer: torch.Tensor, buffer_now: Callable[[], torch.Tensor | None], changing: Sequence[torch.Tensor],
     offload: GraphOffload | None = None,
 ) -> torch.autograd.graph.saved_tensors_hooks:  # fmt: skip
-    """Inside, autograd saves an offset instead of a view of `buffer`; it is looked up in `buffer_now()` in the backward pass.
+    """A context in which autograd saves an offset instead of a view of `buffer`; backward looks it up in `buffer_now()`.
 
     It saves a copy of anything in one of the `changing` tensors. All else goes to `offload`, if there is one.
     """

@@ -235,7 +235,7 @@ class Partition:
         return self._graphs.pop(m)
 
     def packing(self, offload: GraphOffload | None) -> torch.autograd.graph.saved_tensors_hooks:
-        """Inside, autograd saves offsets instead of views of the slot; they are looked up in the slot of the next visit."""
+        """A context in which autograd saves offsets instead of views of the slot; the next visit's slot has their values."""
         changing = [block.module.get_buffer(name) for block, names in self._buffered.items() for name in names]
         buffer = self._weights_in()
         assert buffer is not None
@@ -307,7 +307,7 @@ class Partition:
 
     @contextmanager
     def collect_tied_gradients(self) -> Iterator[dict[Tied, torch.Tensor | None]]:
-        """Inside, gradients of parameters that another partition owns start as None; after it the dict holds them."""
+        """A context in which gradients of parameters that other partitions own start as None; after it the dict holds them."""
         found: dict[Tied, torch.Tensor | None] = {}
         parameters = {tie: block.module.get_parameter(tie.name) for block, tie in self.tied}
         before = {tie: parameter.grad for tie, parameter in parameters.items()}

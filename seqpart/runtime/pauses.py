@@ -47,9 +47,9 @@ def _of_a_tensor_that_is_away(func: Callable[..., Any], args: Sequence[Any], kwa
     found = next((_known[id(one)].name for one in _flat(args) if id(one) in _known), "a weight")
     raise ModelError(
         f"{found} is not in the model while a run has it: in a callback, and between the steps of a session, its parameters "
-        "have shapes and requires_grad alone. A session's state_dict() and export(FILE) give the weights as they are. What is "
-        "to be done to them at each step (a clamp, a norm) belongs into the model's forward: F.linear(x, self.weight.clamp(0, "
-        "1)), or torch.nn.utils.parametrize."
+        "have only shapes and requires_grad. A session's state_dict() and export(FILE) give the current weights. What is to be "
+        "done to them at each step (a clamp, a norm) belongs in the model's forward: F.linear(x, self.weight.clamp(0, 1)), or "
+        "torch.nn.utils.parametrize."
     )
 
 
@@ -144,7 +144,7 @@ class Pauses:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, the user's code runs. Raises ModelError if it unfroze parameters that the plan has no room for."""
+        """A context in which the user's code runs. Raises ModelError if it unfroze parameters that the plan has no room for."""
         before = [own.parameter.requires_grad for own in self._own]
         for own in self._own:
             own.parameter.requires_grad_(own.learns)
@@ -206,14 +206,14 @@ class Pauses:
                 self._learn(own, learns)
         if self._in_parts and (self.changed or unplanned):
             raise ModelError(
-                "--method ist trains copies of parts of the model, drawn again in every round: who learns cannot be changed "
+                "--method ist trains copies of parts of the model, drawn again in every round: requires_grad cannot be changed "
                 "while it does. Freeze before the run, or take an exact method."
             )
         if (self.changed or unplanned) and self._counts():
             raise ModelError(
-                "who learns was changed during a run whose optimizer counts updates in its groups. Each partition has one of "
-                "its own, which counts those that it makes, so the numbers would part. Freeze before the run, or give --method "
-                "full."
+                "requires_grad was changed during a run whose optimizer counts updates in its groups. Each partition has "
+                "one of its own, which counts its own updates, so the counts would differ. Freeze before the run, or give "
+                "--method full."
             )
         if unplanned and self.replans:
             self.changed, self.unplanned = True, unplanned
@@ -221,8 +221,8 @@ class Pauses:
             more = f" and {len(unplanned) - 3} more" if len(unplanned) > 3 else ""
             raise ModelError(
                 f"{', '.join(unplanned[:3])}{more} did not learn when the run was planned, so there is no room for gradients "
-                "and optimizer state. Let all that is to learn at some time do so before the run (requires_grad_(True)), and "
-                "freeze it until then: in a session before its first step, or in on_begin of a callback."
+                "and optimizer state. Call requires_grad_(True) before the run on all that is to learn at any time, and freeze "
+                "it until then: in a session before its first step, or in on_begin of a callback."
             )
         if self.changed and not any(own.learns for own in self._own):
             raise ModelError("nothing learns any more: every parameter of the model was frozen while it trained.")

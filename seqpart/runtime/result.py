@@ -130,7 +130,7 @@ def carry_out(session: Run, began: float) -> Result:
 
 @contextmanager
 def _weights_kept(session: Run) -> Iterator[None]:
-    """Inside, an error after all training still saves the trained weights: say, test rows that the model does not take."""
+    """A context in which an error after all training, as in a test, still saves the trained weights."""
     try:
         yield
     except Exception as error:

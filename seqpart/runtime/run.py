@@ -328,11 +328,11 @@ class Run:
         grown = self.sampler.usage.read() - self._held
         request = replace(request, spare=request.spare + grown) if grown > RUNTIME_VARIES else request
         if self._grant() and (planned := replanning.planned_or_none(self._planner, self.prepared, request)) is not None:
-            self._go_on(failure, planned, " once more: generated code was reserved")
-        elif failure.keeps_heap:  # its holes were more than the plan had room for
+            self._go_on(failure, planned, " again, as memory was reserved for generated code")
+        elif failure.keeps_heap:  # the heap had more gaps than the plan had room for
             self._grant(at_rest=True)  # what remains of the heap is charged to the limit, and not used
             planned = replanning.planned_anew(self._planner, self.prepared, replace(request, may_keep_heap=False))
-            self._go_on(failure, planned, "; from now on memory leaves the process as soon as it is free")
+            self._go_on(failure, planned, "; from now on freed memory leaves the process at once")
         elif (smaller := replanning.planned_smaller(self._planner, self.prepared, request)) is not None:
             spare = format_size(smaller.request.spare)
             self._go_on(failure, smaller, f" with the same micro-batch and a plan that leaves {spare} more of the limit")

@@ -87,7 +87,7 @@ class Saving:
         self.told = True
         there = "as it stood there"
         if executor.went_back:
-            there = f"as it stood behind {executor.went_back}, when all that stays on the device was saved last (--save-every)"
+            there = f"as it stood after {executor.went_back}, when all that stays on the device was saved last (--save-every)"
         return f"The run is saved {there}: go on with {resuming(self._root)}"
 
     def _look_for_proof(self, executor: Executor) -> None:
@@ -124,13 +124,13 @@ class Saving:
         other = f"another {'--recovery-lr' if stage else '--lr'}, --lr-schedule or --warmup-updates, or with --clip-grad-norm 1"
         latest, previous = self._root / CHECKPOINT, self._root / PREVIOUS
         if self._proven and latest.exists():
-            return f"The last checkpoint is from before that: go on from it with {resuming(self._root)} and {other}."
+            return f"The last checkpoint is from before it diverged: go on from it with {resuming(self._root)} and {other}."
         if previous.exists():
             return (
-                "The last checkpoint led to it at once, and the one before it did not: go on from that with "
+                "The run diverges right after the last checkpoint, but not after the previous one: go on from that with "
                 f"{resuming(previous)} and {other}."
             )
-        saved = "The only checkpoint led to it at once" if latest.exists() else "Nothing had been saved"
+        saved = "The run diverges right after the only checkpoint" if latest.exists() else "Nothing had been saved"
         return f"{saved}: start again with {other}."
 
 

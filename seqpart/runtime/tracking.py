@@ -222,7 +222,7 @@ def _known(root: Path) -> tuple[str, int] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
-        message = f"{path} is damaged: how far trackers were told is not known. Remove it, or leave --log out."
+        message = f"{path} is damaged: it is not known how far the trackers have logged. Remove it, or leave --log out."
         raise CorruptFile(message, path) from None
 
 

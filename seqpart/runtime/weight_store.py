@@ -146,7 +146,10 @@ class WeightStore:
             module = block.build(device, seed)
             tensors = {} if block.alive is not None else block.own(tensors_of(module))
             if block.alive is None and layout_of(tensors) != cost.layout:
-                raise ModelError(f"{block}: its factory builds other tensors each time it is called.")
+                raise ModelError(
+                    f"{block}: its factory built other tensors (names, shapes or types) when it was called again. Let it build "
+                    "the same ones every time."
+                )
             if not keep and block.number < len(self._prepared.chain.whole):  # a subnetwork's home is cut out of it later
                 self._send_home(block, cost.layout, tensors)
             detach(module)
@@ -254,7 +257,7 @@ def refuse_small_disk(plan: Plan, folder: Path, written: int = 0) -> None:
     free = written + shutil.disk_usage(existing(folder)).free
     if free < plan.disk_bytes:
         raise DiskFull(
-            f"{folder} has {format_size(free)} free, and the plan needs {format_size(plan.disk_bytes)} for homes, boundary "
-            "rows, checkpoints and the result. Free some space, give another place with --offload-dir, or do without "
-            "checkpoints (--save-every never)."
+            f"{folder} has {format_size(free)} free, and the plan needs {format_size(plan.disk_bytes)} for weights, "
+            "optimizer state, rows, checkpoints and the result. Free some space, give another place with --offload-dir, or do "
+            "without checkpoints (--save-every never)."
         )

@@ -74,7 +74,7 @@ class Layout:
         for spec in sorted(tensors, key=lambda spec: (-spec.dtype.itemsize, not spec.shape)):
             if spec.dtype not in _CODES:
                 raise ModelError(
-                    f"tensor {spec.name!r} has type {spec.dtype}, which has no home. Use a plain float or int type."
+                    f"tensor {spec.name!r} has type {spec.dtype}, which cannot be stored. Use a plain float or int type."
                 )
             placed.append(replace(spec, offset=round_up(offset, LINE) if spec.shape and spec.nbytes else offset))
             offset = placed[-1].offset + spec.nbytes
@@ -189,7 +189,7 @@ def decode_entries(text: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
                 raise ValueError(f"{name}: its offsets and shape disagree")
             specs.append(spec)
         if strides:
-            raise ValueError(f"{_STRIDES}: of tensors that are not there")
+            raise ValueError(f"{_STRIDES}: names tensors that are not in the file")
         layout = Layout(tuple(sorted(specs, key=lambda spec: spec.offset)))
         if fillers and fillers != {name: as_type(_Entry, entry) for name, entry in _fillers(layout).items()}:
             raise ValueError("its entries for the gaps between tensors do not match the gaps")

@@ -232,7 +232,7 @@ class Store:
         checksums only when they are persisted.
         """
         work = list(items)
-        for name, layout, _ in work:  # placed here, so that one order of homes is one use of the host memory
+        for name, layout, _ in work:  # placed here, so that the same order of homes gives the same places in host memory
             self._place(name, layout)
         nbytes = sum(layout.nbytes for name, layout, _ in work if self._homes[name].host is None)
         parts = [self._pool.submit(self._move, DOWN, after, self._put, [*item, self._epoch, checksummed]) for item in work]

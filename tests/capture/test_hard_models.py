@@ -43,7 +43,7 @@ def test_a_model_does_in_blocks_what_it_does_whole(make, shape, dtype):
 REFUSED = {
     "a head in evaluation": (models.Late, "calls other modules when it trains than when it evaluates"),
     "views in two blocks": (lambda: models.Half(True), "changed in place that shares its memory with another"),
-    "other tensors in training": (lambda: models.Uneven(True, True), "hands other tensors from one to another"),
+    "other tensors in training": (lambda: models.Uneven(True, True), "passes other tensors between them"),
 }
 
 

@@ -75,7 +75,7 @@ def test_a_model_of_other_floats_than_its_rows_is_told_what_trains_it(dtype):
     elif mixed:
         cure += ', and dtype="bf16"'
     for model in (blocks(), Whole()):
-        with pytest.raises(BadInput, match=f"Its weights are {said} and it is given float32, .*: {cure}"):
+        with pytest.raises(BadInput, match=f"Its weights are {said} and its input is float32, .*: {cure}"):
             trainer(model.to(dtype)).plan((X.double(), Y))
         if dtype == torch.bfloat16:
             assert trainer(model, **mixed).plan((X.double(), Y)).partitions

@@ -127,7 +127,7 @@ def test_a_mask_that_is_made_in_the_forward_pass_trains_to_the_bits_of_a_plain_l
             Retypes,
             r"makes 0\.mask a tensor of shape \(6, 6\) and type torch.float64, and it came with \(6, 6\) and torch.float32",
         ),
-        (Forgets, r"its forward pass takes its buffer 0\.mask away"),
+        (Forgets, r"its forward pass removes its buffer 0\.mask"),
         (Learns, r"its forward pass makes the parameter 0\.mask, which no optimizer knows. Make it in __init__"),
     ],
 )

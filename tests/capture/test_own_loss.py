@@ -151,7 +151,7 @@ def test_it_judges_the_end_of_a_network_that_sil_trains(tmp_path):
 def test_sil_refuses_a_loss_that_shifts_the_labels(tmp_path):
     """Its inner partitions would learn to say which token they were given."""
     data = tokens()[0], tokens()[0]
-    with pytest.raises(ModelError, match="method sil judges inner partitions by the labels as they are"):
+    with pytest.raises(ModelError, match="method sil trains inner partitions on the labels as they are"):
         trained(Shifted, tmp_path / "run", data, data, method="sil")
 
 

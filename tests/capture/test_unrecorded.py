@@ -191,7 +191,7 @@ WORDS = {
     Functional: "changes weight of this layer from outside", Momentum: "changes a tensor by its .data",
     MomentumInPlace: "changes a tensor by its .data", Differentiates: "asks for gradients in its forward pass",
     Backward: "asks for gradients in its forward pass", Hooked: "its hooks on gradients would be left out",
-    Freezes: "changes whether c.weight learns",
+    Freezes: "changes requires_grad of c.weight",
 }  # fmt: skip
 
 

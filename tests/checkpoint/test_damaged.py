@@ -90,7 +90,7 @@ def test_each_damaged_file_is_named_and_the_checkpoint_before_goes_on_to_the_sam
         assert names == {"block-00002"}, "all changes in each update but the data, and a block without weights"
     for path in sorted(files_of(kept, CHECKPOINT)):
         said = refused(arm, path, chance.choice([flipped, halved]), chance)
-        assert ("the one before needs it too. Start again" in said) == (path in lost), (SEED, path)
+        assert ("which needs it too. Start again" in said) == (path in lost), (SEED, path)
         if path not in lost:
             assert f"--resume {arm.root / PREVIOUS}" in said
             assert ended(arm.fit(resume=arm.root / PREVIOUS)) == whole, (SEED, path)
@@ -113,7 +113,7 @@ def test_damage_of_any_kind_advises_no_checkpoint_that_needs_the_same_file(damag
     whole, kept = halfway(arm), arm.folder / "kept"
     latest, before = files_of(kept, CHECKPOINT), files_of(kept, PREVIOUS)
     shared = min(path for path in latest & before if path.parts[0] == "homes")
-    assert "the one before needs it too. Start again" in refused(arm, shared, damage, chance)
+    assert "which needs it too. Start again" in refused(arm, shared, damage, chance)
     only = {path.suffix: path for path in sorted(latest - before) if path != Path(CHECKPOINT)}
     for path in only.values():
         assert f"--resume {arm.root / PREVIOUS}" in refused(arm, path, damage, chance)
@@ -128,7 +128,7 @@ def test_rows_of_the_data_that_are_made_again_are_told_and_must_be_the_same(arms
     data, train = arm.data, arm.data[0]
     others = split("training", train.open()[0] + 1, train.labels)
     arm.data = replace(others, some=tuple), data[1]  # rows that nothing is known of before they are read
-    with pytest.raises(CorruptFile, match=r"The data are not what they were, so it could not be made again\. Start again"):
+    with pytest.raises(CorruptFile, match=r"The data have changed, so it could not be made again\. Start again"):
         arm.fit(resume=arm.root / PREVIOUS)
     arm.data, reporter = data, Stopping()
     assert ended(arm.fit(resume=arm.root / PREVIOUS, reporter=reporter)) == whole

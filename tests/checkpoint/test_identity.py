@@ -103,7 +103,7 @@ def test_other_rows_with_the_same_labels_are_refused_and_the_same_ones_taken(nam
     rows = GIVEN[name](x, y)
     whole = ended(fit(tmp_path / "whole", model, rows, **options))
     stopped(tmp_path / "run", model, rows, **options)
-    with pytest.raises(OptionError, match="the training rows are others, though their labels are the same"):
+    with pytest.raises(OptionError, match="the training rows differ, though their labels are the same"):
         fit(tmp_path / "run", model, GIVEN[name](x * 1.01, y), resume=True, **options)
     assert ended(fit(tmp_path / "run", model, rows, resume=True, **options)) == whole
 
@@ -113,7 +113,7 @@ def test_one_row_of_a_tensor_that_is_another_is_seen(tmp_path):
     stopped(tmp_path / "run", small, (x, y))
     changed = x.clone()
     changed[17, 5] += 1e-6
-    with pytest.raises(OptionError, match="the training rows are others"):
+    with pytest.raises(OptionError, match="the training rows differ"):
         fit(tmp_path / "run", small, (changed, y), resume=True)
 
 

@@ -50,7 +50,7 @@ def test_homes_of_a_run_that_was_moved_are_kept_and_told(tmp_path):
     """They were deleted as leftovers, and with them the checkpoint of the run in its new place."""
     root, scratch = with_scratch(tmp_path)
     root.rename(tmp_path / "elsewhere")
-    assert_kept(scratch.parent, str(scratch), f"its run {root} is not there", "Remove it if no run needs it")
+    assert_kept(scratch.parent, str(scratch), f"its run {root} does not exist", "Remove it if no run needs it")
     (tmp_path / "elsewhere").rename(root)  # mounted again
     assert list(resumable(scratch.parent).values()) == [200]
 
@@ -67,7 +67,7 @@ def test_interrupted_runs_beside_one_are_named(tmp_path, monkeypatch):
     runs = tmp_path / "runs"
     assert told == (
         f"5 interrupted run(s) beside this one hold 1.4 KB: {runs / 'large'}, {runs / 'a'}, {runs / 'b'} and 2 more. "
-        "Resume each with --resume DIR, in its script where one began it, or remove it"
+        "Resume each with --resume DIR, or from the script that started it, or remove it"
     )
     monkeypatch.chdir(tmp_path)
     (told,) = tell_leftovers(Path("runs"), 0)
@@ -85,7 +85,7 @@ def test_homes_whose_run_another_took_the_place_of_are_kept(tmp_path):
 def test_homes_of_a_run_with_a_damaged_marker_are_kept(tmp_path, marker):
     root, scratch = with_scratch(tmp_path)
     (root / MARKER).write_text(marker)
-    assert_kept(scratch.parent, "not readable")
+    assert_kept(scratch.parent, "cannot be read")
     (scratch / MARKER).write_text(marker)
     assert_kept(scratch.parent, "marker is damaged")
 

@@ -328,7 +328,7 @@ def test_partitions_that_stay_are_what_they_were_when_memory_ends_an_update_half
         with monkeypatch.context() as patched:
             failed = fail_once(patched, verb, 0, 3)
             if tier == "host" and updated and stays != {"stays": 1}:  # where all stay, no home is written between checkpoints
-                with pytest.raises(OutOfMemory, match="homes in host memory cannot be taken back"):
+                with pytest.raises(OutOfMemory, match="weights in host memory cannot be restored"):
                     arm.fit(verb.name, save_every="1")
                 return
             results.append(arm.fit(verb.name, save_every="1"))

@@ -111,7 +111,7 @@ def test_a_run_that_diverged_before_anything_was_saved_says_so(arms):
 
 
 def test_a_checkpoint_that_is_the_only_one_and_led_to_it_is_not_advised(arms):
-    with pytest.raises(Diverged, match=r"in update 2 of .*The only checkpoint led to it at once: start again"):
+    with pytest.raises(Diverged, match=r"in update 2 of .*The run diverges right after the only checkpoint: start again"):
         arms(fresh(dropping), How("full"), lr=1e30, momentum=0.0, save_every="1").fit()
 
 

@@ -230,7 +230,7 @@ REFUSED = {
         "bce",
     ),
     r"loss bce needs labels from 0 to 1, .*; found 1\.5": (torch.full((ROWS, 5), 1.5), "bce"),
-    r"several labels \(boxes \(3, 4\) float32, classes \(3,\) int64\), which no loss that has a name takes": (DETECTED, None),
+    r"several labels \(boxes \(3, 4\) float32, classes \(3,\) int64\), which no loss given by name takes": (DETECTED, None),
     "labels: NaN or infinity in row 3": (rows(2, 5).index_fill(0, torch.tensor(3), torch.nan), None),
     "labels: NaN or infinity in boxes": ({**DETECTED, "boxes": rows(8, 3, 4) / 0}, boxes_and_classes),
     "expected equally many rows of each; found 23 and 24": ({"a": rows(1, 2), "b": rows(1)[:23]}, boxes_and_classes),

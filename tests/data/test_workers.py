@@ -120,8 +120,8 @@ class Stateful(Sampler):
 REFUSED = {
     "differ|expected rows of shape": Uneven,
     r"expected a pair \(x, label\)": lambda: DataLoader(Nothing(), batch_size=2),
-    "batches of its own, of whatever size .batch_size=None": lambda: DataLoader(Noisy(), batch_size=None),
-    "batches of its own, of whatever size .Pairs": lambda: DataLoader(
+    "batches of its own, of any size .batch_size=None": lambda: DataLoader(Noisy(), batch_size=None),
+    "batches of its own, of any size .Pairs": lambda: DataLoader(
         Noisy(), batch_sampler=Pairs(RandomSampler(Noisy()), 2, False)
     ),
     "gives another order for the same epoch": lambda: DataLoader(Noisy(), batch_size=BATCH, sampler=Stateful()),

@@ -251,7 +251,7 @@ def test_models_of_transformers_whose_positions_pass_over_layers_are_refused_wit
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 11, "use_cache": False}
     config = getattr(transformers, f"{name}Config")(**sizes, bos_token_id=0, eos_token_id=1)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ModelError, match=re.escape(f"nothing passes over it; between {places} there are more")):
+    with pytest.raises(ModelError, match=re.escape(f"skip connection between blocks); between {places} there are more")):
         Trainer(model, mem_limit="2GB", method="ist", subnets=2, quiet=True).plan(tokens(), tokens())
 
 

@@ -321,7 +321,7 @@ def listened():
             shrinking,
             2,
             ModelError,
-            r"block 1 \(Shrinking\) says .* adds to its input, of \(4, 8, 8\) for a row, and gives \(4, 4, 4\)",
+            r"block 1 \(Shrinking\) declares .* adds to its input, but a row has the shape \(4, 8, 8\) .* and \(4, 4, 4\)",
         ),
     ],
     ids=["too many subnets", "a skip", "functions", "hooks", "no such branch", "another shape"],

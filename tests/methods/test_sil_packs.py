@@ -198,12 +198,14 @@ class Mean(nn.Module):
 
 
 def test_a_value_without_rows_that_every_batch_has_another_of_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="passes by the end of partition 0, has no rows and is another for every batch"):
+    with pytest.raises(
+        ModelError, match="goes past the end of partition 0, has no dimension of rows and differs from batch to batch"
+    ):
         trained("dense", tmp_path / "run", kind=Mean, partitions=(0, 2))
 
 
 def test_synthetic_inputs_stand_for_one_value(tmp_path):
-    with pytest.raises(OptionError, match="other values pass by it, where synthetic inputs stand for one value alone"):
+    with pytest.raises(OptionError, match="other tensors go past it, and synthetic inputs stand for one tensor alone"):
         trained("dense", tmp_path / "run", sil_inputs="synthetic", objective="mse", kappa=10.0, shuffle=False)
 
 

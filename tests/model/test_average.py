@@ -249,8 +249,8 @@ def test_weights_of_a_file_are_evaluated_and_the_model_keeps_its_own(tmp_path):
     ("options", "words"),
     [
         ({"ema": 1.0}, r"ema: expected a decay between 0 and 1, such as 0\.999; found 1\.0"),
-        ({"ema": 0.9, "method": "ist", "subnets": 2}, r"ema goes with no method=\"ist\", whose subnets"),
-        ({"ema": 0.9, "method": "sil", "recovery_epochs": 1}, "ema goes with no recovery_epochs"),
+        ({"ema": 0.9, "method": "ist", "subnets": 2}, r"ema does not go with method=\"ist\", whose subnets"),
+        ({"ema": 0.9, "method": "sil", "recovery_epochs": 1}, "ema does not go with recovery_epochs"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(options, words):

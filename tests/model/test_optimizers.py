@@ -548,7 +548,7 @@ def test_an_optimizer_that_is_built_anew_knows_all_that_it_knew(build):
     ("build", "words"),
     [
         (lambda p: OfItsOwnKind(p, lr=0.1), "its state 'codes' is a tensor of a kind of its own, Layer.* of p0 of shape"),
-        (lambda p: InSilence(p, lr=0.1), "its step 2 is another one where it is built anew"),
+        (lambda p: InSilence(p, lr=0.1), "its step 2 has another result when it is built anew"),
         (lambda p: Noisy(p, lr=0.1), "its steps draw random numbers"),
     ],
     ids=["OfItsOwnKind", "InSilence", "Noisy"],

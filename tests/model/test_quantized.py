@@ -309,8 +309,8 @@ def run_before():
 REFUSED = {
     "a weight that is not quantized yet": (four, r"1 is a Linear4bit of bitsandbytes [\d.]+, and it is not quantized yet"),
     "bytes that are not quantized yet": (eight, r"1 is a Linear8bitLt .* is not quantized yet\. Move the model once"),
-    "a packed weight that is to learn": (learning, r"1 is a Linear4bit .* its packed weight is to learn, .* Freeze it"),
-    "weights that learn in 16 bits": (lambda: eight(has_fp16_weights=True).to("cpu"), r"learn in 16 bits\. Build it with"),
+    "a packed weight that is to learn": (learning, r"1 is a Linear4bit .* its packed weight requires a gradient, .* Freeze it"),
+    "weights that learn in 16 bits": (lambda: eight(has_fp16_weights=True).to("cpu"), r"trained in 16 bits\. Build it with"),
     "a hook": (listened_to, r"1 is a Linear4bit .* it has hooks, or a forward of its own"),
     "a layer of somebody's own": (lambda: Own(64, 64).to("cpu"), r"1 is a Own .* Linear4bit, LinearNF4, LinearFP4, Linear8bit"),
     "an embedding": (embedding, r"1\.0\.weight is a Params4bit of quantized weights, which has scales"),

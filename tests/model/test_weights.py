@@ -360,7 +360,7 @@ def wrong_files(folder):
     yield "short", CorruptFile, "ends before its last tensor"
     yield "header", CorruptFile, "is not a whole safetensors file"
     yield "text", CorruptFile, "is not a whole safetensors file"
-    yield "eight", ModelError, "tensors of type F8_E4M3, which have no home"
+    yield "eight", ModelError, "tensors of type F8_E4M3, which cannot be stored"
 
 
 def test_files_that_cannot_be_used_are_refused_in_words(tmp_path):

@@ -119,7 +119,7 @@ def test_a_run_says_where_it_was_saved(resources, tmp_path):
     """It was "saved as it stood there", and the checkpoint was of the beginning."""
     with pytest.raises(ZeroDivisionError) as caught:
         trainer(output_dir=tmp_path / "run", epochs=1).fit(batch(64), callbacks=[Arms()])
-    there = "as it stood there" if resources == "all in turn" else r"as it stood behind update 0 of [train 0-2.1], when all"
+    there = "as it stood there" if resources == "all in turn" else r"as it stood after update 0 of [train 0-2.1], when all"
     assert f"The run is saved {there}" in " ".join(caught.value.__notes__)
 
 

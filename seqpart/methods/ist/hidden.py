@@ -95,7 +95,7 @@ def hidden_layers(modules: Sequence[nn.Module]) -> list[HiddenLayer]:
     if bare:
         raise ModelError(
             "method ist needs a normalisation in every hidden layer, since a neuron of a subnet gets the inputs of that subnet "
-            f"alone: there is none between {'; nor between '.join(bare)}. Put nn.BatchNorm1d or nn.LayerNorm behind each of "
+            f"alone: there is none between {'; nor between '.join(bare)}. Put nn.BatchNorm1d or nn.LayerNorm after each of "
             "these linear layers."
         )
     _refuse_listeners(modules, found)

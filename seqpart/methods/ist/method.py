@@ -93,12 +93,13 @@ class IstMethod(Method):
         if config.tile_bytes:
             yield "--tile goes with exact methods; method ist divides large layers itself"
         if config.ema is not None:
-            yield "--ema goes with no --method ist, whose subnets are other neurons in every round. Leave one out"
+            yield "--ema does not go with --method ist, whose subnets have other neurons in every round. Leave one out"
 
     def refuse_source(self, source: Source) -> None:
         if source.streams:
             raise OptionError(
-                "--method ist gives every subnet rows by their numbers, and a stream has none. Give a data set with [i]."
+                "--method ist gives every subnet rows by their numbers, and a stream has none. Give a data set that is read by "
+                "data[i]."
             )
         super().refuse_source(source)
 

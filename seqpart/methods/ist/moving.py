@@ -185,7 +185,7 @@ class _PartSink:
         if self._at < 0 or self._names[self._at] != name:
             self._at += 1
             self._numbers()
-            assert self._names[self._at] == name, f"{name} comes where {self._names[self._at]} lies"
+            assert self._names[self._at] == name, f"expected the tensor {self._names[self._at]}; found {name}"
         self._sink.append(_bytes(rows))
 
     def _numbers(self) -> None:
@@ -197,7 +197,7 @@ class _PartSink:
     def finish(self) -> None:
         self._at += 1
         self._numbers()
-        assert self._at == len(self._names), "a part has tensors that the whole network has not"
+        assert self._at == len(self._names), "a part has tensors that the whole network does not have"
 
 
 class _PartSource:
@@ -211,7 +211,7 @@ class _PartSource:
         for spec in self._specs:
             if spec.name == name:
                 return
-            assert spec.name.rpartition(".")[2] == NEURONS, f"{name} comes where {spec.name} lies"
+            assert spec.name.rpartition(".")[2] == NEURONS, f"expected the tensor {name}; found {spec.name}"
             self.take(1, spec.nbytes, np.dtype(np.uint8))
 
     def take(self, rows: int, columns: int, dtype: np.dtype[Any]) -> Rows:

@@ -147,7 +147,10 @@ def cuts_of(modules: Sequence[nn.Module], layers: Sequence[HiddenLayer]) -> list
     for number, own in enumerate(cuts):
         tensors = tensors_of(modules[number])
         if any(not (lies_dense(tensors[name]) and tensors[name].is_contiguous()) for name in own):
-            raise ModelError(f"method ist cuts weights by rows, and those of block {number} do not lie row by row.")
+            raise ModelError(
+                f"method ist cuts weights by rows, and those of block {number} do not lie row by row. Make them contiguous, or "
+                "use --method auto."
+            )
     return cuts
 
 

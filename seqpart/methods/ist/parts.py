@@ -34,7 +34,7 @@ class PartBlock(Block):
         self.part, self.origin, self.is_cut_out = part, origin, is_cut_out
         first = (part + 1) * _values(whole)
         self.takes, self.gives = (tuple(first + number for number in numbers) for numbers in (origin.takes, origin.gives))
-        self.draws_as = part * blocks + origin.number  # those of the only part draw what the whole's would
+        self.draws_as = part * blocks + origin.number  # a single part draws the same random numbers as the whole
         self._same = like
 
     def __str__(self) -> str:
@@ -195,12 +195,13 @@ def _dealt(source: Factory, branch: str, parts: int) -> nn.Module:
 
 def _refuse_whole(chain: Chain, count: int) -> None:
     if chain.tile:
-        raise ModelError("method ist cuts layers itself, and takes none in tiles: leave out --tile.")
+        raise ModelError("method ist cuts layers itself, and takes none that are in tiles: leave out --tile.")
     for block, following in pairwise(chain):
         if len(block.gives) != 1 or following.takes != block.gives:
             raise ModelError(
-                "method ist trains networks in which each block hands one tensor to the next, and nothing passes over it; "
-                f"between {block} and {following} there are more. Give the model as a list of blocks, or use --method auto."
+                "method ist needs each block to pass one tensor to the next, and none past it (no skip connection between "
+                f"blocks); between {block} and {following} there are more. Give the model as a list of blocks, or use --method "
+                "auto."
             )
     tied = [str(block) for block in chain if block.tied]
     if tied:

@@ -23,7 +23,7 @@ def observes(module: nn.Module) -> bool:
 
 @contextmanager
 def observed(modules: Iterable[nn.Module], *, anew: bool) -> Iterator[None]:
-    """Inside, BatchNorms of `modules` use the batch's own statistics and average them. anew: the average starts here."""
+    """A context in which BatchNorms of `modules` use the batch's statistics and average them. anew: the average starts here."""
     norms = [module for module in modules if isinstance(module, _BatchNorm) and observes(module)]
     before = [(norm.momentum, norm.training) for norm in norms]
     for norm in norms:
