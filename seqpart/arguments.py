@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from seqpart.errors import ModelError, OptionError
+from seqpart.model.optimizer_trials import IN_WORDS
 from seqpart.text import short
 
 
@@ -33,7 +34,7 @@ def refuse_optimizer(optimizer: object) -> None:
         kind = type(optimizer)
         name = f"torch.optim.{kind.__name__}" if getattr(torch.optim, kind.__name__, None) is kind else kind.__name__
         raise OptionError(
-            "optimizer: expected adamw, adam, sgd or adafactor, or a function from a list of parameters to an optimizer; found "
+            f"optimizer: expected {IN_WORDS}, or a function from a list of parameters to an optimizer; found "
             f"an optimizer that has its parameters ({name}), where here they come and go. Give lambda parameters: "
             f"{name}(parameters{_changed(optimizer)})."
         )

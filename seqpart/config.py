@@ -26,13 +26,13 @@ from seqpart.fields import (
     values_of,
 )
 from seqpart.model.losses import LossName
+from seqpart.model.optimizer_trials import OptimizerName
 from seqpart.model.scheduler import SchedulerFactory
 from seqpart.schedule import lengths
 from seqpart.text import short
 from seqpart.units import parse_size
 
 Method = Literal["auto", "sil", "ist", "streamed", "checkpointed", "full", "psl"]
-OptimizerName = Literal["adam", "adamw", "sgd", "adafactor"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Literal["orthogonal", "prototype", "mse"]
 Precision = Literal["fp32", "bf16"]

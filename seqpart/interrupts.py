@@ -1,4 +1,4 @@
-"""Holds Ctrl-C back until the update ends, or between two steps of the schedule where nothing is saved.
+"""Holds back Ctrl-C and the signals that end a process until the update is done, so that a checkpoint can be saved.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be, also between taking a lock that it shares with
 the reader's thread and noting that it is taken. That lock stays locked, and the run hangs while it cleans up. So while

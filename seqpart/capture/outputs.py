@@ -74,7 +74,7 @@ class Part:
         elif rows.dtype == dtype:
             rows = rows.to(own.to_real())
         if own.is_complex:
-            rows = torch.view_as_complex(rows.reshape(-1, 2))
+            rows = torch.view_as_complex(rows.contiguous().reshape(-1, 2))
         found = rows.reshape((self.times * len(columns), *self.shape) if self.times else self.shape)
         if not self.stride:
             return torch.empty_like(found, memory_format=torch.contiguous_format).copy_(found)
@@ -231,6 +231,8 @@ class _Kept:
     """For each of all these: true if the loss has a gradient for it."""
     computed: Computed | None
     """The other tensors that the model returns."""
+    names: frozenset[int | str] = frozenset()
+    """Numbers, or names, of the tensors that the model returns; of its own loss: that this takes."""
 
     def tensors(self, returned: Sequence[torch.Tensor], recorder: Recorder) -> list[torch.Tensor]:
         return [*(returned[place] for place in self.places), *map(recorder.tensor, self.sources)]
@@ -260,13 +262,17 @@ class Outputs:
         """(mode, number or name) of those that compare rows with each other."""
         self._rows = 0
         """Of the run that `_found` is of."""
+        self._computes = False
+        """True if the loss computes a number of the batch."""
         self.why_not = ""
         """Why the loss does not take all that the model returns."""
 
     @property
     def joined(self) -> "LossOfOutputs | None":
         """The loss of joined outputs; None if none were joined."""
-        return LossOfOutputs(self._given, self._found) if self._found else None  # type: ignore[arg-type]
+        if not self._found:
+            return None
+        return LossOfOutputs(self._given, self._found, computes=self._computes)  # type: ignore[arg-type]
 
     @property
     def loss(self) -> LossFunction:
@@ -283,7 +289,9 @@ class Outputs:
 
         if isinstance(name, str) or name not in following(ROWS, recorder.ops) or follows(name):
             return None
-        return sources_of(name, recorder, follows)
+        found = sources_of(name, recorder, follows)
+        self._computes |= found is not None
+        return found
 
     def _is_of_rows(self, number: int, recorder: Recorder, training: bool) -> bool:
         shape, rows = recorder.shapes[number], recorder.shapes[ROWS][0]
@@ -338,7 +346,8 @@ class Outputs:
     def _keeps(self, tensors: Sequence[torch.Tensor], used: Sequence[bool], recorder: Recorder, training: bool) -> _Kept:
         """Decides which tensors are joined, left out, and computed from others. used: true for those with a gradient."""
         if self._given is None:  # what its loss takes has been decided
-            return _Kept(tuple(range(len(tensors))), ("",) * len(tensors), (), tuple(used), None)
+            names = frozenset(map(recorder.name, tensors))
+            return _Kept(tuple(range(len(tensors))), ("",) * len(tensors), (), tuple(used), None, names)
         places, left_out, computed, sources = list[int](), list[str](), list[int](), set[int]()
         for place, (tensor, own) in enumerate(zip(tensors, used, strict=True)):
             taken = self.sources(tensor, recorder, training=training) if own or not tensor.requires_grad else None
@@ -416,6 +425,10 @@ class Outputs:
     def _compare(self, found: Any, tensors: Sequence[torch.Tensor], recorder: Recorder, training: bool) -> None:
         """Compares with the run of other rows. Raises OtherRows, ModelError, Differs."""
         described, kept, rows = self._found[training], self._kept[training], recorder.shapes[ROWS][0]
+        if other_names := kept.names - set(map(recorder.name, tensors)):  # they seemed to be of rows
+            self._fixed |= {(training, name) for name in other_names}
+            self._found.clear()
+            raise OtherRows
         parts, joined = [], kept.tensors(tensors, recorder)
         for tensor, part, other in zip(
             joined, described.parts, self._parts(joined, recorder, training, described.dtype), strict=True
@@ -476,12 +489,14 @@ def _merged(one: Any, other: Any, rows: int, other_rows: int) -> Any:
 class LossOfOutputs:
     """The user's loss (what the model returns, labels), called with a joined tensor."""
 
-    def __init__(self, loss: LossFunction, found: Mapping[bool, Returned]) -> None:
+    def __init__(self, loss: LossFunction, found: Mapping[bool, Returned], *, computes: bool) -> None:
         self._loss: Any = loss
         self._by_width = {sum(returned.widths): returned for returned in found.values()}
         self.__qualname__ = name_of(loss)
-        self.of_batch = any(part.of_batch for returned in found.values() for part in returned.parts)
+        self.of_layers = any(part.of_batch for returned in found.values() for part in returned.parts)
         """True if it takes a number of the batch that a layer computes."""
+        self.of_batch = computes or self.of_layers
+        """True if it takes a number of the batch."""
         if callable(counts := getattr(loss, "counts", None)):
             self.counts = counts
 

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import ClassVar
 
-from seqpart.config import DTYPES, MOST, Data, Files, Limits, LrSchedule, Method, OptimizerName, Output, Precision
+from seqpart.config import DTYPES, MOST, Data, Files, Limits, LrSchedule, Method, Output, Precision
 from seqpart.data.classes import count_classes
 from seqpart.data.splits import Split, count_tokens
 from seqpart.device.limit import RUNTIME_VARIES, limit_of, refused
@@ -16,6 +16,7 @@ from seqpart.errors import BadInput, DoesNotFit, OptionError
 from seqpart.fields import PerPartition, nearest
 from seqpart.intake import rows_of
 from seqpart.model.blocks import MOST_BLOCKS
+from seqpart.model.optimizer_trials import OptimizerName
 from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.settings import Settings

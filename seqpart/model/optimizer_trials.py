@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import prod
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -40,7 +40,10 @@ Step = tuple[Sequence[nn.Parameter], Sequence[tuple[str, bool, Mapping[str, torc
 Counts = list[tuple[dict[str, Any], dict[str, int]]]
 """Dicts of an optimizer, each with its whole numbers."""
 
-_OTHERS = "Use adam, adamw, sgd or adafactor."
+OptimizerName = Literal["adam", "adamw", "sgd", "adafactor"]
+NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
+IN_WORDS = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}"
+_OTHERS = f"Use {IN_WORDS}."
 _ANEW = "when it is built anew for each visit of a partition, with all the state that it kept"
 _FEW, _MANY = 1 << 14, 1 << 18
 """Numbers of a parameter in real steps: at most _FEW, or _MANY if it has other state with so few."""

@@ -21,8 +21,10 @@ from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import CorruptFile, OptionError
 from seqpart.model.optimizer_state import TEXT, AtHome, NoHomeError, Several, empty_allowed, parts_of
 from seqpart.model.optimizer_trials import (
+    NAMES,
     Build,
     Found,
+    OptimizerName,
     explore,
     follows_numbers,
     groups_of,
@@ -38,10 +40,9 @@ AVERAGE = "average"
 """Name of a parameter's moving average in its state."""
 _TUNED = ("lr", "weight_decay")
 """Options of a group whose values may change during training."""
-_KINDS: dict[str, Any] = {
+_KINDS: dict[OptimizerName, Any] = {
     "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor,
 }  # fmt: skip
-NAMES = tuple(_KINDS)
 UNKNOWN = "?"
 """Group of a parameter whose group is not known yet."""
 
@@ -203,7 +204,7 @@ class Adopted:
 
 
 @functools.cache
-def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0) -> Optimizer:
+def choose(name: OptimizerName, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0) -> Optimizer:
     """Returns `adam`, `adamw` or `sgd`, fused, or `adafactor`. Raises OptionError for another name or a negative number."""
     if name not in NAMES:
         raise OptionError(f"--optimizer: expected one of {', '.join(NAMES)}; found {name!r}.")

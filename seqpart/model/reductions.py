@@ -126,16 +126,19 @@ def _number(count: Any) -> float:
 
 def reduction_of(
     loss: LossFunction, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor, tested: torch.Tensor, *,
-    batch: int | None = None,
+    batch: int | None = None, chosen: bool = False,
 ) -> Reduction:  # fmt: skip
     """The reduction of `loss` of outputs (rows, *shape) with these training and test labels.
 
-    batch: rows of the batches that may be divided; None: none is, and then any loss will do. Raises OptionError where it cannot
-    be found, DataError where the loss fails.
+    batch: rows of the batches that may be divided; None: none is, and then any loss will do. chosen: true if the user gave the
+    rows of micro-batches: then a number of the batch may be one of each micro-batch. Raises OptionError where it cannot be
+    found, DataError where the loss fails.
     """
     known = said(loss)
     if known is None or (known.counts is not None and not _is_ours(known.counts)):
-        return _tried(loss, known, shape, dtype, labels, batch)
+        if getattr(loss, "of_layers", False) and batch is not None and not chosen:
+            raise _of_the_batch(loss, batch)
+        return _tried(loss, known, shape, dtype, labels, batch, chosen)
     if _is_ours(known.counts) and labels.is_floating_point() and (tested.is_floating_point() or not len(tested)):
         return BY_ROWS  # of probabilities, whatever the weights
     alike = _is_ours(known.counts) and known.counts.keywords["weight"] is None
@@ -218,7 +221,7 @@ _LOOKED_AT = 1 << 22
 
 def _tried(
     loss: LossFunction, known: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor,
-    batch: int | None,
+    batch: int | None, chosen: bool,
 ) -> Reduction:  # fmt: skip
     try:
         found = tried(loss, known, shape, dtype, labels)
@@ -231,6 +234,10 @@ def _tried(
             f"It was tried with a few rows: one that takes whole batches alone goes with --micro-batch-size {batch}."
         )
         raise DataError(f"{error} {cure}") from error
+    if found.kind is Kind.WHOLE and batch is not None and getattr(loss, "of_batch", False):
+        if not chosen:
+            raise _of_the_batch(loss, batch)
+        return BY_ROWS
     if found.kind is Kind.WHOLE and batch is not None:
         cure = _one_shape(shape, labels) or (
             f"{_CURE} Or give --micro-batch-size {batch}: a batch that is not divided may have any loss."
@@ -240,6 +247,16 @@ def _tried(
             f"ignored labels, weights, or rows that are compared with each other?). {cure}"
         )
     return found
+
+
+def _of_the_batch(loss: LossFunction, batch: int) -> OptionError:
+    return OptionError(
+        f"loss {name_of(loss)}: it takes a number of the whole batch (a balance of experts, a deviation, scores of all pairs "
+        "of rows?), which is neither the mean of its parts' by their rows nor their sum. So training would depend on the "
+        "micro-batch, and a plan chooses it by the limit. "
+        f"Give --micro-batch-size {batch}, a batch that is not divided; or fewer rows, and each micro-batch's number counts by "
+        "its rows, as where gradients are accumulated."
+    )
 
 
 def _one_shape(shape: tuple[int, ...], labels: torch.Tensor) -> str:
@@ -434,7 +451,7 @@ class Held:
         """
         if (
             len(self._parts) < 2
-            or getattr(loss, "of_batch", False)
+            or getattr(loss, "of_layers", False)
             or (isinstance(loss, nn.Module) and any(True for _ in loss.buffers()))
         ):
             return True

@@ -20,7 +20,7 @@ from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.device.device import Device, host_memory_free
 from seqpart.device.limit import any_plan_fits, enforced, limit_of, margin_of, warm_up
-from seqpart.errors import DoesNotFit, OptionError
+from seqpart.errors import DataError, DoesNotFit, OptionError
 from seqpart.fields import as_text, per_partition, values_of
 from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.model.inspection import nothing_learns
@@ -65,6 +65,8 @@ class Inputs:
         self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
         self.reading = Reading(train, test, settings.workers, device)
         self._scheduled = cache(partial(scheduled, settings.lr_schedule))
+        self._why_not = ""
+        """Why the loss gets one tensor of those that the model returns."""
         own = None if optimizer is None else self._scheduled(averaging(optimizer, settings.ema))
         self._optimizer, self._reuse, self.folder, self.dry = own, reuse, folder, dry
         with ExitStack() as undo:
@@ -77,6 +79,7 @@ class Inputs:
                 outputs = outputs_for(final_loss, train, cast)
                 self.chain = chain_of(model, *row, cast, outputs)
                 final_loss = final_loss if outputs is None else outputs.loss
+                self._why_not = outputs.why_not if outputs is not None else ""
             self._starts = starts_of(model, len(self.chain))
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
             self._begin(final_loss, trains, whole)
@@ -114,8 +117,18 @@ class Inputs:
         if (micro := settings.micro_batch_size) is not None and micro > self.largest_batch:
             raise OptionError(f"--micro-batch-size {micro} is more than the batch of {self.largest_batch}. Give at most that.")
         warm_up(device)  # threads that start later would have their stacks charged to the limit
-        with self.under_limit():
+        with self.under_limit(), self._explained():
             self._check_model(trains)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Adds to errors of a loss that gets one tensor how it failed on all that the model returns."""
+        try:
+            yield
+        except (DataError, OptionError) as error:
+            if not self._why_not:
+                raise
+            raise type(error)(f"{error.with_flags} On all that the model returns it failed too: {self._why_not}") from error
 
     @property
     def request(self) -> PlanRequest:
@@ -190,14 +203,9 @@ class Inputs:
         sizes = {*values_of(self.settings.batch_size), self.settings.recovery_batch_size or self.largest_batch}
         divided = None if {min(size, self.train.count) for size in sizes} == {batch} else self.full_batch
         shape, dtype, labels = last.output_shape, last.output_dtype, self.train.labels
-        if divided is not None and batch is None and getattr(self._final_loss, "of_batch", False):
-            raise OptionError(
-                f"loss {name_of(self._final_loss)}: it takes a number of the whole batch that a layer computes (a balance of "
-                "experts?). A micro-batch has another, so training would depend on the micro-batch, and so on the limit. Give "
-                f"--micro-batch-size {divided} for one of the whole batch, or fewer rows, and each of their numbers counts by "
-                "its rows, as where gradients are accumulated."
-            )
-        return reduction_of(self._final_loss, shape, dtype, labels, self.test.labels, batch=divided)
+        return reduction_of(
+            self._final_loss, shape, dtype, labels, self.test.labels, batch=divided, chosen=batch is not None
+        )  # fmt: skip
 
     def _refuse_giants(self) -> None:
         """Raises DoesNotFit for a block too large for this machine, before the loss is measured (slow for wide blocks)."""

@@ -212,6 +212,13 @@ def test_a_loss_that_fails_either_way_is_quoted(tmp_path):
         trained(Net(lambda net, h, s, v: {"a": s, "b": v}), lambda out, y: out["scores"].mean(), (X, Y), tmp_path)
 
 
+def test_a_mistake_in_a_loss_is_quoted_where_it_fails_on_the_logits_too(tmp_path):
+    """It was hidden: the message was about the logits alone."""
+    model = Net(lambda net, h, s, v: {"logits": s, "value": v})
+    with pytest.raises((DataError, OptionError), match=r"On all that the model returns it failed too: KeyError: 'valeu'"):
+        trained(model, lambda out, y: F.cross_entropy(out["logits"], y) + out["valeu"].mean(), (X, Y), tmp_path)
+
+
 def test_outputs_that_compare_rows_train_in_whole_batches(tmp_path):
     def loss(out, y):
         return F.cross_entropy(out[0], y) + out[1].square().mean()
@@ -317,5 +324,5 @@ def test_a_models_own_loss_may_take_more_than_its_output(model, data, tmp_path):
             found = expected(data[0][at : at + BATCH], labels=data[1][at : at + BATCH])
             (found["loss"] if isinstance(found, dict) else found[0]).backward()
             optimizer.step()
-    trained(model, "model", data, tmp_path)
+    trained(model, "model", data, tmp_path, micro_batch_size=BATCH)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
