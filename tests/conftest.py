@@ -67,9 +67,9 @@ def known_machine(monkeypatch):
     machine.known(monkeypatch)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def processes():
-    """Runs that may be killed, begun from a process that has loaded everything."""
+    """Runs that may be killed, begun from one process that has loaded everything, which takes 4 s."""
     from tests.resuming import Processes  # not before, as above
 
     made = Processes()
