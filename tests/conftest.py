@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from seqpart.device.device import Device, describe_versions  # noqa: E402
 
 # No test depends on time: a law that is checked slowly on a busy machine is no broken law.
-settings.register_profile("seqpart", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("seqpart", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("seqpart")
 
 importlib.import_module("torch._dynamo")  # before what is there is frozen

@@ -124,12 +124,12 @@ def test_a_weight_that_two_blocks_share_is_one(tmp_path):
 
 @pytest.mark.own_process
 def test_a_model_larger_than_the_limit_is_judged_inside_it(tmp_path):
-    blocks = [lambda: nn.Linear(64, 3000)] + [lambda: nn.Linear(3000, 3000)] * 14 + [lambda: nn.Linear(3000, 10)]
-    limit = measure_runtime(Device()) + (260 << 20)
+    blocks = [lambda: nn.Linear(64, 1800)] + [lambda: nn.Linear(1800, 1800)] * 14 + [lambda: nn.Linear(1800, 10)]
+    limit = measure_runtime(Device()) + (94 << 20)
     run = trainer(tmp_path, blocks, mem_limit=f"{limit >> 20}MB")
     x, y = torch.randn(64, 64), torch.arange(64) % 10
     found = run.evaluate((x, y))
-    weights = 4 * 14 * 3000 * 3000
+    weights = 4 * 14 * 1800 * 1800
     assert found.proof.violations == 0 and found.proof.peak - found.proof.runtime < weights / 2
     assert found.proof.peak <= found.proof.limit < weights + found.proof.runtime
 

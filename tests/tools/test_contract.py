@@ -47,7 +47,8 @@ def few(tmp_path_factory):
     ("limit", "arguments"),
     [
         # The main job at half its size: training state twice the limit, four partitions.
-        ("1GB", ["--epochs", "1"]),
+        pytest.param("1GB", ["--epochs", "1"], marks=pytest.mark.slow),
+        ("420MB", ["--epochs", "1", "--width", "1024", "--depth", "16", "--batch-size", "256"]),
         # Even the weights alone (672 MB) are larger than the limit: the model never exists whole.
         pytest.param("640MB", ["--epochs", "1", "--depth", "40", "--batch-size", "256"], marks=pytest.mark.slow),
     ],

@@ -125,6 +125,7 @@ def test_tied_weights_and_frozen_blocks_are_proven_too():
 
 
 @pytest.mark.parametrize("method", ["streamed", "checkpointed"])
+@pytest.mark.few(1)
 def test_a_block_that_counts_its_calls_is_caught_and_the_first_tensor_is_named(method):
     with pytest.raises(VerifyMismatch) as caught:
         check(meddling(Calls()), numbers(8), method=method, partitions=4)
@@ -425,7 +426,7 @@ def odd_rows():
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"lr_schedule": "cosine", "micro_batch_size": 5}], ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_plain_loop_has_the_same_bits(options):
     found = check(Mixed, odd_rows(), partitions=2, batch_size=16, lr=0.01, epochs=2, **options)
     assert found.unlike == "" and "a plain loop has the same bits" in str(found)
@@ -439,7 +440,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("model", GIVEN.values(), ids=GIVEN)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_plain_loop_is_made_of_whatever_the_model_is_given_as(model):
     rows = torch.randn(32, 13), torch.arange(32) % 5
     assert check(model, rows, batch_size=16, epochs=2, partitions=2).unlike == ""
