@@ -55,12 +55,9 @@ def meddling(scale):
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        ("gpt", "streamed"),
+        ("mlp", "streamed"),
         pytest.param("batch norm and dropout", "checkpointed", marks=pytest.mark.slow),
-        pytest.param("mlp", "streamed", marks=pytest.mark.slow),
-        pytest.param("mlp", "checkpointed", marks=pytest.mark.slow),
-        pytest.param("gpt", "checkpointed", marks=pytest.mark.slow),
-        pytest.param("batch norm and dropout", "streamed", marks=pytest.mark.slow),
+        pytest.param("gpt", "streamed", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_is_proven_to_train_the_same_both_ways(name, method):
@@ -270,6 +267,7 @@ def test_a_run_that_goes_on_without_its_heap_is_compared_update_by_update_all_th
     assert FailsOnce.calls > 10
 
 
+@pytest.mark.slow
 def test_passes_over_the_test_rows_between_epochs_are_no_updates():
     assert check(*MODELS["mlp"], partitions=2, epochs=3, test_every=1, steps=4).steps == 4
 
@@ -475,6 +473,7 @@ def test_what_a_plain_loop_does_otherwise_is_said_and_not_compared():
     assert "draws random numbers" in found.unlike and f"a plain loop is not compared: {found.unlike}" in str(found)
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_cut_leaves_no_room_for_a_plain_loop():
     assert (
         "--reference full" in check(Mixed, odd_rows(), partitions=2, reference="checkpointed", batch_size=16, epochs=2).unlike
