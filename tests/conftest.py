@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from seqpart.device.device import Device, describe_versions  # noqa: E402
 
 # No test depends on time: a law that is checked slowly on a busy machine is no broken law.
-settings.register_profile("seqpart", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("seqpart", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("seqpart")
 
 importlib.import_module("torch._dynamo")  # before what is there is frozen
@@ -67,9 +67,9 @@ def known_machine(monkeypatch):
     machine.known(monkeypatch)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def processes():
-    """Runs that may be killed, begun from a process that has loaded everything."""
+    """Runs that may be killed, begun from one process that has loaded everything, which takes 4 s."""
     from tests.resuming import Processes  # not before, as above
 
     made = Processes()
@@ -78,8 +78,8 @@ def processes():
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Two, and none to start and to wait for where files or tests are named."""
-    return 0 if any(".py" in argument for argument in config.args) else 2
+    """Three, for two processors, since each waits for its disk a third of the time; none where files or tests are named."""
+    return 0 if any(".py" in argument for argument in config.args) else 3
 
 
 def pytest_report_header():

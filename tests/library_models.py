@@ -59,10 +59,8 @@ FURTHER = {
     "densenet121": (lambda: torchvision_model("densenet121"), images),
     "swin_t": (lambda: torchvision_model("swin_t"), images),
     "efficientnet_b0": (lambda: torchvision_model("efficientnet_b0"), images),
-    "vgg11": (lambda: torchvision_model("vgg11"), images),
     "squeezenet": (lambda: torchvision_model("squeezenet1_1"), lambda: images(64)),
     "shufflenet": (lambda: torchvision_model("shufflenet_v2_x0_5"), images),
-    "regnet": (lambda: torchvision_model("regnet_y_400mf"), images),
     "deeplab": (lambda: torchvision_model("deeplabv3_mobilenet_v3_large", weights_backbone=None), images),
     "r3d_18": (lambda: torchvision_model("r3d_18"), lambda: images(16)[:, :, None].repeat(1, 1, 4, 1, 1)),
     "vit_tiny": (lambda: timm_model("vit_tiny_patch16_224"), lambda: images(224)),
@@ -73,7 +71,6 @@ FURTHER = {
     "coat_tiny": (lambda: timm_model("coat_tiny"), lambda: images(224)),
     "levit": (lambda: timm_model("levit_128s"), lambda: images(224)),
     "mobilevit": (lambda: timm_model("mobilevit_xxs"), lambda: images(64)),
-    "qwen3": (lambda: transformers_model("Qwen3ForCausalLM", "Qwen3Config", **GROUPED), tokens),
     "qwen3, mixture": (
         lambda: transformers_model(
             "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **GROUPED, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
@@ -82,10 +79,8 @@ FURTHER = {
     ),
     "gemma2": (lambda: transformers_model("Gemma2ForCausalLM", "Gemma2Config", **GROUPED), tokens),
     "gemma3": (lambda: transformers_model("Gemma3ForCausalLM", "Gemma3TextConfig", **GROUPED), tokens),
-    "mistral": (lambda: transformers_model("MistralForCausalLM", "MistralConfig", num_key_value_heads=2), tokens),
     "phi": (lambda: transformers_model("PhiForCausalLM", "PhiConfig"), tokens),
     "gpt-neox": (lambda: transformers_model("GPTNeoXForCausalLM", "GPTNeoXConfig"), tokens),
-    "roberta": (lambda: transformers_model("RobertaForSequenceClassification", "RobertaConfig"), tokens),
     "mamba": (lambda: transformers_model("MambaForCausalLM", "MambaConfig", state_size=4), tokens),
     "siglip": (lambda: transformers_model("SiglipVisionModel", "SiglipVisionConfig", **SEEN), images),
     "deberta": (lambda: transformers_model("DebertaV2ForSequenceClassification", "DebertaV2Config"), tokens),

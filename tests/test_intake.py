@@ -66,6 +66,7 @@ def trainer(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(6)
 def test_every_kind_of_data_is_planned_trained_evaluated_and_stepped_on(kind, tmp_path):
     data = KINDS[kind]
     asked = trainer(tmp_path)
@@ -80,8 +81,8 @@ def test_every_kind_of_data_is_planned_trained_evaluated_and_stepped_on(kind, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_data_is_verified(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["a loader of two inputs", "a stream", "augmented items"])
+def test_data_of_kinds_that_are_read_anew_are_verified(kind, tmp_path):
     torch.manual_seed(0)
     found = verify(
         Net(), KINDS[kind](), mem_limit="3GB", partitions=2, batch_size=BATCH, steps=2, offload_dir=tmp_path, optimizer="sgd",

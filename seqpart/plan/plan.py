@@ -216,6 +216,8 @@ class PlanRequest:
     saved: Plan | None = None
     """A plan whose choices are to be reused."""
     told: PlanWording = AS_ASKED
+    draft: bool = False
+    """True for a plan that only says which blocks, with how many rows, are to be run for real before the plan is made."""
 
     @property
     def recovery(self) -> Plan | None:

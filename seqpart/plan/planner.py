@@ -1,6 +1,7 @@
 """Turns checked inputs into a plan and everything that a run needs to carry it out, before anything is trained."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -108,6 +109,7 @@ class Planner(Inputs):
             starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
             cuts_behind=self.cuts_behind, every_learns=not self.exact, learns_alone=self.row_pack.has_one_that_learns,
             train_rows=self.epoch_rows, test_rows=self.test.count, saved=request.saved, auto=self.settings.method == "auto",
+            draft=request.draft,
         )  # fmt: skip
 
     def _machine(self, request: PlanRequest, costs: Sequence[BlockCost]) -> planning.Machine:
@@ -126,11 +128,17 @@ class Planner(Inputs):
     def planned(self, request: PlanRequest | None = None) -> ExecutionPlan:
         """Makes a new plan, or one with the cut and micro-batch of the saved plan. Raises like `prepare`."""
         asked = request or self.request
-        return self.measured(partial(self._planned, asked))
+        return self.measured(partial(self._planned, asked), partial(self._planned, replace(asked, draft=True)))
 
-    def measured(self, plan: Callable[[], ExecutionPlan]) -> ExecutionPlan:
-        """Repeats `plan` until the blocks that it uses have been run for real, each kind at the plan's micro-batch."""
+    def measured(self, plan: Callable[[], ExecutionPlan], draft: Callable[[], ExecutionPlan] | None = None) -> ExecutionPlan:
+        """Repeats `plan` until the blocks that it uses have been run for real, each kind at the plan's micro-batch.
+
+        draft: a plan that is made faster and uses nearly always the same, for the first of these runs.
+        """
         with self.under_limit():
+            if draft is not None and self.trials.are_to_come:
+                with suppress(DoesNotFit):  # which `plan` says
+                    self.try_blocks(self._used_by(draft()))
             while True:
                 try:
                     prepared = plan()
@@ -173,6 +181,8 @@ class Planner(Inputs):
         try:
             return self._prepare(request)
         except DoesNotFit as refusal:
+            if request.draft:
+                raise
             raise self._tried(refusal, request) from None
 
     def _tried(self, refusal: DoesNotFit, request: PlanRequest) -> DoesNotFit:

@@ -113,6 +113,8 @@ class Problem:
     """A saved plan whose choices are reused if they fit."""
     auto: bool = False
     """True if each partition may stay on the device while others stream."""
+    draft: bool = False
+    """True if memory that is left over need not be spent well."""
     pair_rows: Callable[[int], int] = lambda rows: rows
     """Most rows of one pair of classes in a micro-batch."""
     known: "dict[tuple[int, int, bool], _Grown]" = field(default_factory=dict, compare=False)

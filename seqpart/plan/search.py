@@ -75,10 +75,12 @@ def fastest(
             if rivals not in best or prediction.seconds < best[rivals].seconds:
                 best[rivals] = prediction
     ranked = sorted(best.values(), key=lambda prediction: prediction.seconds)[:_RIVALS]
+    if problem.draft:
+        return next(iter(ranked), None)
     near = [one for one in ranked if one.seconds <= _NEAR * ranked[0].seconds]
-    near += [away for one in ranked[:1] for away in _one_boundary_away(problem, one, available)]
+    near += [away for one in ranked[:1] if not _ends(problem, one) for away in _one_boundary_away(problem, one, available)]
     near += [away for one in near if (away := _offloading(problem, one, available)) is not None]
-    better = [refined(problem, prediction, available, _REPAIRS // len(near)) for prediction in near]
+    better = [one if _ends(problem, one) else refined(problem, one, available, _REPAIRS // len(near)) for one in near]
     return min(better, key=_rank, default=None)
 
 
@@ -112,12 +114,17 @@ def _offloading(problem: Problem, found: Prediction, available: int) -> Predicti
     return min((other for other in others if other.candidate.offloads), key=_rank, default=None)
 
 
-def _holds_all(prediction: Prediction) -> bool:
-    """True if all partitions, and all graphs that can be kept, stay on the device: there is nothing to gain."""
+def _holds_all(prediction: Prediction, *, may_stay: bool = True) -> bool:
+    """True if all partitions (which `may_stay`), and all graphs that can be kept, stay on the device: nothing is to gain."""
     candidate = prediction.candidate
     graphs = len(candidate.parts) - 1 - first_that_learns(candidate.parts)
-    stays = prediction.method.stays or len(candidate.resources.stays) == len(candidate.parts)
+    stays = prediction.method.stays or not may_stay or len(candidate.resources.stays) == len(candidate.parts)
     return stays and len(candidate.keeps - candidate.offloads) >= graphs
+
+
+def _ends(problem: Problem, prediction: Prediction) -> bool:
+    """True if no other answer is faster: all that may stay on the device does so, boundaries too."""
+    return not prediction.candidate.resources.tiers and _holds_all(prediction, may_stay=problem.auto)
 
 
 _LARGEST = 3

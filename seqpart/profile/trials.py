@@ -123,6 +123,11 @@ class Trials:
             found.append(now[id(cost)])
         return tuple(found)
 
+    @property
+    def are_to_come(self) -> bool:
+        """True if blocks can be run, and none was."""
+        return self._meter.works and not self._found
+
     def has_run(self, rows: int) -> bool:
         """True if every kind of block that can be run has been, with at least `rows` rows."""
         kinds = (self._kind(number, cost) for number, cost in enumerate(self._costs_at(rows)) if number >= self.first)

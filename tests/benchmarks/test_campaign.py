@@ -273,6 +273,7 @@ def test_whatever_is_changed_around_a_run_is_noticed(harm, named, tmp_path):
     assert [text for text in desk.changes() if text.endswith(named)]
 
 
+@pytest.mark.slow
 def test_a_violation_is_printed_saved_and_the_exit_code(monkeypatch, tmp_path, capsys):
     """The cases are replaced by what they would have found; one of them was violated."""
     monkeypatch.setattr(records_on_disk, "FOLDER", tmp_path)

@@ -55,6 +55,7 @@ def test_plain_programs_the_mapped_rival_and_seqpart_have_the_same_losses(tmp_pa
     assert found["full"] == found["checkpointed"] == found["mapped"] == found["ours"]
 
 
+@pytest.mark.slow
 def test_peers_of_a_gpu_refuse_in_words_where_there_is_none(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -65,7 +65,7 @@ def test_the_command_refuses_it_too(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_model_of_other_floats_than_its_rows_is_told_what_trains_it(dtype):
     """One of bfloat16 was told to be float32, and nothing of mixed precision."""
     said, cure = str(dtype).removeprefix("torch."), r"give model\.float\(\)"

@@ -9,6 +9,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.errors import ModelError
 from tests.capture.test_remembering_layers import Layer
+from tests.choice import in_turn
 
 pytestmark = pytest.mark.usefixtures("known_machine")
 ROWS, BATCH, LENGTH = 40, 16, 6
@@ -100,8 +101,7 @@ def looped(model):
     return model
 
 
-@pytest.mark.parametrize("method", ["full", "streamed", "checkpointed"])
-@pytest.mark.parametrize("kind", [Registers, Fills])
+@pytest.mark.parametrize(("method", "kind"), in_turn(["streamed", "checkpointed", "full"], [Registers, Fills]))
 def test_a_mask_that_is_made_in_the_forward_pass_trains_to_the_bits_of_a_plain_loop(kind, method, tmp_path):
     """The run ended in a KeyError when its weights were to be written, or the mask was empty at the second visit."""
     model, expected = network(kind), looped(network(kind))

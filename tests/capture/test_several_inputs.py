@@ -105,6 +105,7 @@ def test_a_model_of_several_inputs_has_the_bits_of_a_plain_loop(kind, tmp_path):
     assert run.evaluate(rows).loss == pytest.approx(result.test_loss, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_of_several_inputs_is_verified(tmp_path):
     found = verify(made(), data(), mem_limit="3GB", batch_size=8, partitions=3, offload_dir=tmp_path / "scratch")
     assert found.tensors > 20

@@ -107,6 +107,7 @@ def test_evaluation_leaves_a_whole_model_as_it_came(tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_sil_trains_a_whole_model_where_one_value_passes(tmp_path):
     torchvision = pytest.importorskip("torchvision.models")
     model = torchvision.resnet18(num_classes=3)

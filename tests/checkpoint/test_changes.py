@@ -46,7 +46,7 @@ def within(arm, *, phase, update=1, **options):
 OTHER = {"lr": 3e-3, "clip_grad_norm": 0.5, "weight_decay": 0.1, "lr_schedule": "linear", "warmup_updates": 2}
 
 
-@pytest.mark.parametrize("how", [How("full"), How(slots=2), How("sil")], ids=str)
+@pytest.mark.parametrize("how", [How(slots=2), How("sil")], ids=str)
 def test_other_numbers_hold_from_the_next_update_on_and_are_said(how, arms):
     """The three methods agree with one another where one partition learns all, and each with a run that changed at a save."""
     arm = arms(how)
@@ -100,18 +100,16 @@ EPOCHS = {
     "more, streamed, tested between": (How(slots=2), TESTED, (0, 2), {"epochs": 3}, {"epochs": 3}),
     "more, as the tests between run": (How(), TESTED | {"epochs": 3}, (2, 0), {"epochs": 5}, {"epochs": 5}),
     "fewer, to those that are done": (How(), TESTED | {"epochs": 4}, (4, 0), {"epochs": 1}, {"epochs": 1}),
-    "fewer, streamed": (How(), {"epochs": 9}, (1, 1), {"epochs": 2}, {"epochs": 2}),
     "sil, of the partitions that follow": (How("sil"), {}, (5, 1), {"epochs": 3}, {"epochs": (2, 3, 3)}),
     "sil, as outputs are cached": (How("sil"), {}, (2, 0), {"epochs": (2, 1, 3)}, {"epochs": (2, 1, 3)}),
     "sil, recovery added": (How("sil"), {}, (4, 1), RECOVERING, RECOVERING),
     "sil, recovery left out": (How("sil"), RECOVERING, (5, 1), {"recovery_epochs": 0, "recover": None}, {}),
     "sil, more recovery": (How("sil"), RECOVERING, (11, 1), {"recovery_epochs": 3}, {"recovery_epochs": 3}),
-    "sil, recovery left out as it begins": (How("sil"), RECOVERING, (11, 0), {"recovery_epochs": 0, "recover": None}, {}),
 }
 
 
 LONGER = {
-    "more, as the tests between run", "fewer, streamed", "sil, as outputs are cached", "sil, recovery added",
+    "more, as the tests between run", "sil, as outputs are cached", "sil, recovery added",
     "sil, recovery left out", "less recovery", "of sil, as it recovers", "after the last",
 }  # fmt: skip
 
@@ -144,6 +142,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", only_quick(REFUSED, REFUSED.keys() - LONGER))
+@pytest.mark.few(1)
 def test_what_cannot_be_changed_is_refused_in_words_and_the_run_goes_on_as_it_was(name, arms):
     how, options, (phase, update), other, words = REFUSED[name]
     arm = arms(how, **options)

@@ -202,6 +202,7 @@ def digests():
     return [layers_of(chain_of(model(), (WIDTH,), torch.float32)) for model in (small, Called, blocks(nn.GELU))]
 
 
+@pytest.mark.slow
 def test_layers_have_the_same_digests_in_another_process():
     """Addresses, and the order of sets, are others there."""
     code = "from tests.checkpoint.test_identity import digests; ballast = [object() for _ in range(999)]; print(digests())"

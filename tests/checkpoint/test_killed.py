@@ -96,6 +96,7 @@ def test_a_run_killed_again_and_again_ends_with_the_bits_of_one_that_nobody_kill
     assert ended(here) == whole, history
 
 
+@pytest.mark.slow
 def test_another_digit_in_job_json_trains_no_other_job(processes, here):
     """Before the first checkpoint the run went on with the other number, and said nothing."""
     arguments = [*COMMON, *STREAMED]

@@ -52,14 +52,10 @@ def root(tmp_path):
 
 
 class Runs:
-    """Runs in processes of their own, forked from one that has imported already."""
+    """Runs in processes of their own, forked from `server`, which has imported already."""
 
-    def __init__(self, root, budget):
-        self.root, self.budget = root, budget
-        self.server = subprocess.Popen(
-            [sys.executable, "-m", "tests.saving"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+    def __init__(self, server, root, budget):
+        self.server, self.root, self.budget = server, root, budget
 
     def start(self, call, updates):
         print(self.root, self.budget, call, updates, file=self.server.stdin, flush=True)
@@ -68,15 +64,20 @@ class Runs:
     def ended(self):
         return int(self.server.stdout.readline())
 
-    def close(self):
-        self.server.communicate()
+
+@pytest.fixture(scope="module")
+def server():
+    made = subprocess.Popen(
+        [sys.executable, "-m", "tests.saving"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    yield made
+    made.communicate()
 
 
 @pytest.fixture
-def runs(tmp_path, request):
-    made = Runs(tmp_path / "run", request.param)
-    yield made
-    made.close()
+def runs(server, tmp_path, request):
+    return Runs(server, tmp_path / "run", request.param)
 
 
 disk_and_ram = pytest.mark.parametrize("runs", [0, 3 * PAGE], ids=["disk", "ram"], indirect=True)

@@ -208,7 +208,7 @@ class HomesInBothTiers(Homes):
 
 
 Homes.TestCase.settings = HomesInBothTiers.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
+    max_examples=25, stateful_step_count=25, deadline=None
 )  # fmt: skip
 test_homes_on_the_disk = Homes.TestCase
 test_homes_in_both_tiers = HomesInBothTiers.TestCase

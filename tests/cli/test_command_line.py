@@ -166,6 +166,7 @@ def test_a_saved_plan_gives_the_same_cut_again(here, capsys):
     assert Plan.from_json((here / "out" / "plan.json").read_text(), "plan.json").starts == first.starts
 
 
+@pytest.mark.slow
 def test_a_saved_plan_gives_the_same_answers_for_every_partition_again(known_machine, here, capsys):
     """It gave the cut alone: which partitions stay and keep their graphs was chosen anew, by other measured speeds."""
     asked = ["--width", "512", "--depth", "20", "--method", "auto", "--batch-size", "64", "--dry-run"]

@@ -10,7 +10,9 @@ import pytest
 
 from tests.library_models import FURTHER, OTHERS, THEIRS
 
-TAKE_LONGER = ["mobilenet_v3_small", "shards of bfloat16", "without its head"]
+TAKE_LONGER = [
+    "mobilenet_v3_small", "convnext_atto", "llama, tied", "vit", "t5 encoder", "shards of bfloat16", "without its head",
+]  # fmt: skip
 QUICK = [name for name in [*THEIRS, *OTHERS] if name not in TAKE_LONGER]
 MISSING = [name for name in ("timm", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed, see seqpart[hf]: {', '.join(MISSING)}")

@@ -50,9 +50,10 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path / "elsewhere"
 
 
-@pytest.mark.parametrize("method", ["full", "streamed", "sil"])
-@pytest.mark.parametrize("place", [{}, {"output_dir": "mine"}, {"output_dir": "mine", "offload_dir": "homes"}])
-@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    ("method", "place"),
+    [("full", {}), ("sil", {"output_dir": "mine"}), ("streamed", {"output_dir": "mine", "offload_dir": "homes"})],
+)
 def test_a_callback_that_changes_the_working_directory_changes_nothing(tmp_path, elsewhere, method, place):
     found = trainer(method, **place).fit(ROWS, ROWS, callbacks=[At(3, lambda: os.chdir(elsewhere))])
     expected = trainer(method, output_dir=tmp_path / "expected").fit(ROWS, ROWS)
@@ -62,6 +63,7 @@ def test_a_callback_that_changes_the_working_directory_changes_nothing(tmp_path,
 
 
 @pytest.mark.parametrize("method", ["full", "streamed"])
+@pytest.mark.few(1)
 def test_a_run_that_ends_in_another_working_directory_keeps_its_checkpoint_and_goes_on(tmp_path, elsewhere, method):
     stops = [At(5, lambda: os.chdir(elsewhere)), At(6, end)]
     with pytest.raises(Ended):

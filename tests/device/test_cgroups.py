@@ -87,7 +87,7 @@ def group():
 @pytest.mark.parametrize(
     ("limit", "code", "said"), [("1.5GB", 2, "its cgroup allows"), ("400MB", 0, "violations 0"), ("auto", 0, "proof")]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_limit_beyond_the_process_s_own_cgroup_is_refused_and_one_as_large_holds(tmp_path, group, limit, code, said):
     """It was planned, begun and killed: rc 137 and not a word."""
     size = ["--method", "streamed", "--width", "256", "--depth", "8", "--max-steps", "3", "--batch-size", "64"]

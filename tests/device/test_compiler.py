@@ -138,6 +138,7 @@ def test_what_needs_the_compiler_has_it_before_the_plan_is_made_and_keeps_its_li
     assert at_measurement == at_end
 
 
+@pytest.mark.slow
 def test_a_stand_in_leaves_nothing_behind_and_who_imports_the_compiler_beside_it_gets_the_real_one(tmp_path):
     code = """
 from seqpart.device.compiler import without_compiler
@@ -182,7 +183,7 @@ assert sys.modules["torch.fx.experimental.symbolic_shapes"].__file__
 
 
 @pytest.mark.parametrize(("prepared", "told"), [("from seqpart.launch import prepare; prepare(); ", "False"), ("", "True")])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_a_process_of_our_own_loads_no_distributed_tensors_and_others_may_use_them(prepared, told, tmp_path):
     code = f"import sys; {prepared}from seqpart.train import main; main(); print('torch.distributed.tensor' in sys.modules)"
     done = subprocess.run(

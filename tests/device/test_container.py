@@ -17,6 +17,7 @@ def can_be_made():
     return subprocess.run([*INSIDE, "true"], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_sigterm_saves_the_run_of_a_containers_first_process(tmp_path):
     if not can_be_made():
         pytest.skip("a namespace of processes cannot be made here: it takes root")

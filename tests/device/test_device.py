@@ -252,6 +252,7 @@ def test_the_versions_name_what_a_bug_report_needs():
 
 
 @pytest.mark.parametrize(("hole", "tensor"), [(1_000_000, 100_000), (68_000, 66_000)])
+@pytest.mark.few(1)
 def test_once_settled_freed_memory_leaves_the_process(hole, tensor):
     """In a process of its own: the allocator's settings hold for all of it. One late block pins a heap that is not settled.
 

@@ -68,6 +68,7 @@ print(heap, proof.peak, proof.predicted)
 """
 
 
+@pytest.mark.slow
 def test_a_kept_heap_stays_when_other_layers_are_to_learn(tmp_path):
     """It was left, and another made behind what libraries had put into it meanwhile: 2 % over the prediction."""
     words = [sys.executable, "-c", FREEZING]
@@ -211,6 +212,7 @@ def test_an_allocator_in_the_place_of_the_c_librarys_is_refused(tmp_path):
     assert done.code == 2 and f"found that of {library}" in done.err and "env -u LD_PRELOAD" in done.err
 
 
+@pytest.mark.slow
 def test_a_library_that_passes_allocations_on_to_the_c_librarys_allocator_is_none(tmp_path):
     """Profilers of memory do so, and our own campaign of faults: it could not be started."""
     _, done = preloaded(COUNTING, tmp_path)

@@ -94,7 +94,7 @@ def test_an_optimizer_that_was_made_for_the_model_trains_it(scheduler, tmp_path)
     assert weights[0][1] == weights[1][1]
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     count=st.integers(1, 40), size=st.integers(1, 9), steps=st.integers(1, 4), seed=st.integers(0, 1 << 31), last=st.booleans(),
     sampling=st.sampled_from(["random", "sequential"]),

@@ -95,6 +95,7 @@ def test_the_adapter_alone_is_written_and_gives_the_same_over_the_same_base(dire
 
 
 @pytest.mark.parametrize("name", ["nf4", "8 bits"])
+@pytest.mark.few(1)
 def test_what_save_pretrained_writes_loads_as_a_quantized_model(name, directory, tmp_path):
     model = normed(directory, **MODELS[name])
     before = load_state(model)
@@ -150,6 +151,7 @@ def normed(directory, **options):
     return model.train()
 
 
+@pytest.mark.slow
 def test_autocast_is_that_of_a_plain_loop(directory, tmp_path):
     model, (x, y) = normed(directory), text()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0, fused=True)

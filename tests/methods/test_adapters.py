@@ -58,7 +58,7 @@ def layers(frozen):
     return model
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(st.sets(st.integers(0, 5), max_size=5))
 def test_frozen_blocks_have_no_state_no_gradient_and_are_never_written_back(tmp_path_factory, frozen):
     steps = Steps()
@@ -115,7 +115,7 @@ class Layers(nn.Module):
         return x
 
 
-@settings(max_examples=16)
+@settings(max_examples=8)
 @given(st.sets(st.integers(0, 5)))
 def test_a_kept_graph_holds_what_layers_that_learn_took_at_every_cut(frozen):
     """Beyond its boundaries. What passes between frozen layers in front of all that learns dies, and was taken off all the
@@ -210,6 +210,7 @@ def test_a_lora_has_the_bits_of_a_plain_loop_and_its_base_those_it_had(name, tmp
 
 
 @pytest.mark.parametrize("name", ["queries and values", "a base in bfloat16"])
+@pytest.mark.few(1)
 def test_under_autocast_too(name, tmp_path):
     """peft casts its sum to the type that the base gives, and that was noted without autocast: float32 instead of bfloat16."""
     build = functools.partial(adapted, **MODELS[name])
@@ -280,6 +281,7 @@ def test_all_linear_layers_are_planned_at_every_cut(micro_batch_size, tmp_path):
     assert trainer.plan(text(64), text(64)).peak < 2e9
 
 
+@pytest.mark.slow
 def test_the_base_is_not_written_back(tmp_path):
     written = {}
     for name, build in (("whole", llama), ("adapted", adapted)):

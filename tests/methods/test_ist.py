@@ -66,7 +66,7 @@ def order(seed, epoch, rows=ROWS):
     ],
     ids=["adam", "sgd, cut", "adamw, clipped, bf16"],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_one_subnet_is_full_training_to_the_bit(model, options, tmp_path):
     full = {name: value for name, value in options.items() if name != "partitions"}
     expected = fitted(tmp_path / "full", model(), **{**full, "method": "full"})
@@ -200,6 +200,7 @@ def test_one_round_is_one_round(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_boundaries_of_subnets_may_wait_on_the_disk(tmp_path, monkeypatch):
     """Close to the smallest limit they do, and the plan ended with an IndexError: it had their places for one subnet alone."""
     options = {"subnets": 2, "local_steps": 2, "partitions": 2}

@@ -115,6 +115,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(name, monkeypatch, tmp_p
     assert found == whole, events
 
 
+@pytest.mark.slow
 def test_a_damaged_value_that_all_rows_share_is_named(monkeypatch, tmp_path):
     arm = Arm(
         monkeypatch, tmp_path, How(method="sil"), functools.partial(made, Untied), MODELS["decoder"][1](),

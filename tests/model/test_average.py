@@ -179,7 +179,7 @@ def test_the_weights_are_those_of_a_run_without_it(tmp_path):
     in_turn([How(), How(slots=2, keeps=0), How(stays=0.5), How(weights=1), How(method="full")], [interrupt, kill]),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_run_that_is_stopped_anywhere_leaves_the_average_of_one_that_was_not(how, end, monkeypatch, tmp_path):
     # Plans are forced here, and a test of the average has one of its own: there are no test rows.
     options = {"optimizer": "adamw", "epochs": EPOCHS, "ema": DECAY, "partitions": (0, 2, 4)}
@@ -191,6 +191,7 @@ def test_a_run_that_is_stopped_anywhere_leaves_the_average_of_one_that_was_not(h
 
 
 @pytest.mark.parametrize("end", [interrupt, kill])
+@pytest.mark.few(1)
 def test_a_run_that_ends_between_its_two_files_of_weights_goes_on_with_both(end, monkeypatch, tmp_path):
     options = {"optimizer": "adamw", "epochs": EPOCHS, "ema": DECAY, "partitions": (0, 2, 4), "save_every": "1"}
     arm = Arm(monkeypatch, tmp_path, How(), chain, (numbers((6,))[0], None), **options)

@@ -791,8 +791,7 @@ def test_a_schedule_for_an_optimizer_without_a_learning_rate_is_refused(options,
     ("library", "name", "words"),
     [
         ("pytorch_optimizer", "Kron", "its steps draw random numbers"),
-        ("torchao.optim", "AdamW8bit", "is a tensor of a kind of its own, OptimState8bit"),
-        ("torchao.optim", "AdamW4bit", "is a tensor of a kind of its own, OptimState4bit"),
+        pytest.param("torchao.optim", "AdamW8bit", "is a tensor of a kind of its own, OptimState8bit", marks=pytest.mark.slow),
     ],
 )
 def test_optimizers_of_other_libraries_that_would_train_otherwise_are_refused_by_name(library, name, words):

@@ -240,6 +240,7 @@ def test_a_run_goes_on_with_the_tiles_that_it_had(tmp_path):
     assert_equal(again.state_dict(), values(expected))
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_saved_brings_its_tiles(tmp_path):
     x = data()
     plan = trainer(tmp_path, made()).plan(x, x)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tests.given import idx
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+SIL = ["--method", "sil", "--partitions", 2, "--recovery-epochs", 1]
 
 
 def run(name, folder, *arguments, smaller=(), threads=None):
@@ -98,19 +99,14 @@ def test_handwriting_is_learned_in_partitions_with_settings_of_their_own_and_rec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [(), pytest.param(("--method", "sil", "--partitions", 2, "--recovery-epochs", 1), marks=pytest.mark.slow)],
-    ids=["exact", "sil"],
-)
-def test_a_resnet_learns_images_from_an_npz_file(options, tmp_path):
+def test_a_resnet_learns_images_from_an_npz_file(tmp_path):
     random = np.random.default_rng(0)
     labels = random.integers(0, 3, 500).astype(np.uint8)
     colours = 60 + 120 * np.eye(3)[:, :, None, None]
     images = np.clip(colours[labels] + random.normal(0, 30, (500, 3, 16, 16)), 0, 255).astype(np.uint8)
     np.savez(tmp_path / "train.npz", images=images, labels=labels)
     # Of 4 channels directions of uniform colours may by chance lie too near for 40 updates (docs/objectives.md, few channels).
-    out = run("cifar_resnet.py", tmp_path, "train.npz", "--width", 8, "--depth", 1, "--epochs", 10, *options)
+    out = run("cifar_resnet.py", tmp_path, "train.npz", "--width", 8, "--depth", 1, "--epochs", 10, *SIL)
     assert "violations 0" in out
     assert float(out.split("\naccuracy ")[1].split(",")[0]) > 0.9
 
@@ -121,6 +117,7 @@ def said(out, what):
     return float(out.rpartition(f"{what} ")[2].split()[0].rstrip(","))
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_learns_digits_and_writes_its_best_weights(tmp_path):
     out = run("own_loop.py", tmp_path, "--epochs", 4, threads=1)
     assert said(out, "best accuracy") > 0.8
@@ -128,15 +125,10 @@ def test_a_loop_of_ones_own_learns_digits_and_writes_its_best_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_unet_finds_shapes(tmp_path):
+def test_a_unet_finds_shapes_and_learns_nothing_of_pixels_that_do_not_count(tmp_path):
     out = run("train_unet.py", tmp_path, "--epochs", 5, threads=1)
     assert said(out, "mean IoU") > 0.6, "one class everywhere is at most 0.3"
     assert load_file(tmp_path / "runs/unet/model.safetensors")["head.weight"].shape == (3, 8, 1, 1)
-
-
-@pytest.mark.slow
-def test_a_unet_learns_nothing_of_pixels_that_do_not_count(tmp_path):
-    run("train_unet.py", tmp_path, "--epochs", 1, threads=1)
     for path in (tmp_path / "runs/shapes/masks").iterdir():
         mask = np.array(Image.open(path))
         mask[mask == 2] = 255

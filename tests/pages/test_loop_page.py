@@ -40,6 +40,7 @@ def test_the_callback_hears_of_every_update(tmp_path):
     assert [words[0] for words in printed(tmp_path, CALLBACKS)] == ["1", "2", "3", "4"]
 
 
+@pytest.mark.slow
 def test_the_loop_trains_and_leaves_its_weights(tmp_path):
     assert len(printed(tmp_path, LOOP)) == 2
     assert all(torch.isfinite(tensor).all() for tensor in load_file(tmp_path / WEIGHTS).values())

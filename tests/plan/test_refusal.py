@@ -143,7 +143,7 @@ def slowly(*methods):
     return [pytest.param(method, marks=pytest.mark.slow) for method in methods]
 
 
-GROWING = slowly("auto", "ist --subnets 2", "streamed", "sil", "sil --partitions 4")
+GROWING = slowly("auto", "ist --subnets 2", "streamed", "sil")
 
 
 def named_in(ran):

@@ -53,6 +53,7 @@ def test_the_peak_of_an_lstm_is_predicted_although_its_gates_are_inside_one_oper
     assert violations == 0 and 0.99 <= predicted / peak <= 1.07, (predicted, peak)
 
 
+@pytest.mark.slow
 @pytest.mark.own_process
 def test_what_an_lstm_reserves_and_does_not_touch_is_known_and_where_it_is_tight_few_rows_are_tried():
     """Tried with all rows it met the limit, and oneDNN makes no kernel any more where memory for one was refused."""

@@ -50,7 +50,7 @@ def test_a_closed_or_full_output_ends_the_output_and_not_the_training(line, err,
 
 
 @pytest.mark.parametrize("line", ["$SEQPART --help", "$SEQPART doctor", "$TRAIN --dry-run", "$TRAIN --help"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_what_is_there_to_be_read_alone_ends_with_an_error_where_the_disk_is_full(line, tmp_path):
     """The help, the machine's figures and a plan ended with 0, and a file had half of them."""
     ran = through_shell(tmp_path, f"SEQPART='{sys.executable} -m seqpart'; {line} >/dev/full")
@@ -111,19 +111,24 @@ def script(folder, *arguments, **named):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", only_quick(["SIGTERM", "SIGHUP"], ["SIGTERM"]))
-def test_a_script_that_is_ended_by_a_signal_saves_as_at_ctrl_c(name, tmp_path):
-    """SIGTERM killed the process, and what it had trained since the last checkpoint was gone."""
-    (tmp_path / "alone").mkdir()
-    alone, ended = script(tmp_path / "alone"), script(tmp_path, name)
-    assert (alone.returncode, ended.returncode) == (0, 0), alone.stderr + ended.stderr
-    assert ended.stdout == f"saved in {tmp_path / 'out'}\n{alone.stdout}"
+@pytest.fixture(scope="module")
+def ignoring(tmp_path_factory):
+    """A script that ignores the signal that it is sent."""
+    folder = tmp_path_factory.mktemp("ignoring")
+    return script(folder, "SIGHUP", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
 
 
-def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
+def test_a_signal_that_is_ignored_stays_ignored(ignoring):
     """nohup: the terminal goes, the run goes on."""
-    done = script(tmp_path, "SIGHUP", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    assert done.returncode == 0 and "saved" not in done.stdout, done.stderr
+    assert ignoring.returncode == 0 and "saved" not in ignoring.stdout, ignoring.stderr
+
+
+@pytest.mark.parametrize("name", only_quick(["SIGTERM", "SIGHUP"], ["SIGTERM"]))
+def test_a_script_that_is_ended_by_a_signal_saves_as_at_ctrl_c(name, ignoring, tmp_path):
+    """SIGTERM killed the process, and what it had trained since the last checkpoint was gone."""
+    ended = script(tmp_path, name)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"saved in {tmp_path / 'out'}\n{ignoring.stdout}"
 
 
 def in_a_terminal():

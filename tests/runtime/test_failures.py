@@ -325,6 +325,7 @@ def run_hungry(tmp_path, take):
     return subprocess.run([sys.executable, program, tmp_path / "out"], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_the_kernel_refuses_what_a_block_takes_beyond_the_limit_and_the_run_goes_on_smaller(tmp_path):
     # 30 MB for each row, out of every account: 960 MB at 32 rows, 240 MB at 8.
     done = run_hungry(tmp_path, "np.ones((len(x), 30_000_000), np.uint8)")

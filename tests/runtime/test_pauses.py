@@ -11,11 +11,13 @@ from torch import nn
 
 from seqpart import Interrupted, Trainer
 from seqpart.errors import ModelError, OptionError
+from tests.choice import in_pairs, in_turn
 
 ROWS = torch.randn(32, 8, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 3
 BATCHES = [(ROWS[0][at : at + 8], ROWS[1][at : at + 8]) for at in (0, 8, 16, 24)] * 2
-WAYS = pytest.mark.parametrize("way", ["callback", "session"])
-METHODS = pytest.mark.parametrize("method", ["full", "streamed", "auto"])
+WAYS = ["callback", "session"]
+METHODS = ["full", "streamed", "auto"]
+EACH_IN_TURN = pytest.mark.parametrize(("method", "way"), in_turn(METHODS, WAYS))
 
 
 class Net(nn.Module):
@@ -114,32 +116,30 @@ LATER = {
 }
 
 
-@WAYS
-@METHODS
-@pytest.mark.parametrize(("frozen", "updates"), CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("clip", [None, 0.3])
-@pytest.mark.few(7)
-def test_what_is_frozen_stays_from_the_next_update_on(way, method, frozen, updates, clip, tmp_path):
-    options = {"clip_grad_norm": clip} if clip else {}
+@pytest.mark.parametrize(("way", "method", "name", "clip"), in_pairs(WAYS, METHODS[:2], [*CHANGES], [None, 0.3]))
+@pytest.mark.few(4)
+def test_what_is_frozen_stays_from_the_next_update_on(way, method, name, clip, tmp_path):
+    options, (frozen, updates) = {"clip_grad_norm": clip} if clip else {}, CHANGES[name]
     assert_same(
         trained(net(frozen), method, way, at(updates), tmp_path, **options), plainly(net(frozen), at(updates), clip)
     )  # fmt: skip
 
 
-@METHODS
-@pytest.mark.parametrize(("frozen", "updates"), LATER.values(), ids=LATER)
-@pytest.mark.few(5)
-def test_what_is_to_learn_later_has_a_plan_made_anew(method, frozen, updates, tmp_path):
+@pytest.mark.parametrize(("method", "name"), [("auto", "unfreeze"), *in_pairs(["full", "streamed"], [*LATER])])
+@pytest.mark.few(4)
+def test_what_is_to_learn_later_has_a_plan_made_anew(method, name, tmp_path):
     """The state of what was trained stays, also of what was frozen since."""
+    frozen, updates = LATER[name]
     assert_same(trained(net(frozen), method, "callback", at(updates), tmp_path), plainly(net(frozen), at(updates)))
 
 
-@pytest.mark.parametrize("save", ["never", "2"])
-@pytest.mark.parametrize(("frozen", "updates"), [CHANGES["one of two in a block"], LATER["freeze, unfreeze another"]])
-@pytest.mark.parametrize("stop", [3, 5, 7])
-@pytest.mark.few(4)
-def test_a_run_that_is_stopped_and_goes_on_knows_who_learns(save, frozen, updates, stop, tmp_path):
+@pytest.mark.parametrize(
+    ("stop", "name", "save"), in_pairs([3, 5, 7], ["one of two in a block", "freeze, unfreeze another"], ["never", "2"])
+)
+@pytest.mark.few(3)
+def test_a_run_that_is_stopped_and_goes_on_knows_who_learns(stop, name, save, tmp_path):
     """The program that goes on builds the model as it was at first."""
+    frozen, updates = {**CHANGES, **LATER}[name]
     touch = at(updates)
 
     def stopping(model, update):
@@ -274,19 +274,17 @@ TOUCHES = {
 }
 
 
-@WAYS
-@METHODS
-@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
-@pytest.mark.few(5)
-def test_a_weight_that_is_touched_is_refused_where_that_is_done(way, method, touch, tmp_path):
+@pytest.mark.parametrize(("name", "method", "way"), in_turn([*TOUCHES], METHODS, WAYS))
+@pytest.mark.few(4)
+def test_a_weight_that_is_touched_is_refused_where_that_is_done(name, method, way, tmp_path):
     model = net()
     with pytest.raises(ModelError, match=r"is not in the model while a run has it.*state_dict.*forward") as error:
-        trained(model, method, way, touch, tmp_path)
+        trained(model, method, way, TOUCHES[name], tmp_path)
     assert any(frame.name in ("clamp", "<lambda>") for frame in error.traceback)
     assert type(model.scale) is nn.Parameter and model.scale.item() == 2.0
 
 
-@METHODS
+@pytest.mark.parametrize("method", METHODS[:2])
 def test_the_cure_of_a_clamp_in_the_forward_pass_works(method, tmp_path):
     def nothing(*_):
         pass
@@ -294,9 +292,7 @@ def test_the_cure_of_a_clamp_in_the_forward_pass_works(method, tmp_path):
     assert_same(trained(net(bounded=True), method, "callback", nothing, tmp_path), plainly(net(bounded=True), nothing))
 
 
-@WAYS
-@METHODS
-@pytest.mark.few(3)
+@EACH_IN_TURN
 def test_shapes_and_what_they_say_may_be_looked_at(way, method, tmp_path):
     seen = []
 
@@ -312,9 +308,7 @@ def test_shapes_and_what_they_say_may_be_looked_at(way, method, tmp_path):
     assert set(seen) == {(numbers, torch.Size([16, 16]), 16, 16, 2, torch.float32, "cpu")}
 
 
-@WAYS
-@METHODS
-@pytest.mark.few(3)
+@EACH_IN_TURN
 def test_options_of_an_optimizer_that_are_changed_are_refused(way, method, tmp_path):
     held = []
 

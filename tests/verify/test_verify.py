@@ -55,12 +55,9 @@ def meddling(scale):
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        ("gpt", "streamed"),
+        ("mlp", "streamed"),
         pytest.param("batch norm and dropout", "checkpointed", marks=pytest.mark.slow),
-        pytest.param("mlp", "streamed", marks=pytest.mark.slow),
-        pytest.param("mlp", "checkpointed", marks=pytest.mark.slow),
-        pytest.param("gpt", "checkpointed", marks=pytest.mark.slow),
-        pytest.param("batch norm and dropout", "streamed", marks=pytest.mark.slow),
+        pytest.param("gpt", "streamed", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_is_proven_to_train_the_same_both_ways(name, method):
@@ -125,6 +122,7 @@ def test_tied_weights_and_frozen_blocks_are_proven_too():
 
 
 @pytest.mark.parametrize("method", ["streamed", "checkpointed"])
+@pytest.mark.few(1)
 def test_a_block_that_counts_its_calls_is_caught_and_the_first_tensor_is_named(method):
     with pytest.raises(VerifyMismatch) as caught:
         check(meddling(Calls()), numbers(8), method=method, partitions=4)
@@ -269,6 +267,7 @@ def test_a_run_that_goes_on_without_its_heap_is_compared_update_by_update_all_th
     assert FailsOnce.calls > 10
 
 
+@pytest.mark.slow
 def test_passes_over_the_test_rows_between_epochs_are_no_updates():
     assert check(*MODELS["mlp"], partitions=2, epochs=3, test_every=1, steps=4).steps == 4
 
@@ -425,7 +424,7 @@ def odd_rows():
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"lr_schedule": "cosine", "micro_batch_size": 5}], ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_plain_loop_has_the_same_bits(options):
     found = check(Mixed, odd_rows(), partitions=2, batch_size=16, lr=0.01, epochs=2, **options)
     assert found.unlike == "" and "a plain loop has the same bits" in str(found)
@@ -439,7 +438,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("model", GIVEN.values(), ids=GIVEN)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_plain_loop_is_made_of_whatever_the_model_is_given_as(model):
     rows = torch.randn(32, 13), torch.arange(32) % 5
     assert check(model, rows, batch_size=16, epochs=2, partitions=2).unlike == ""
@@ -474,6 +473,7 @@ def test_what_a_plain_loop_does_otherwise_is_said_and_not_compared():
     assert "draws random numbers" in found.unlike and f"a plain loop is not compared: {found.unlike}" in str(found)
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_cut_leaves_no_room_for_a_plain_loop():
     assert (
         "--reference full" in check(Mixed, odd_rows(), partitions=2, reference="checkpointed", batch_size=16, epochs=2).unlike

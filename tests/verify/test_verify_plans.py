@@ -51,14 +51,14 @@ def test_the_same_seed_draws_the_same_plans_and_another_others():
 
 
 def test_what_is_drawn_can_be_carried_out():
-    for answers in drawn(SPACE, 60):
+    for answers in drawn(SPACE, 20):
         count = len(answers.starts)
         assert answers.starts[0] == 0 and set(answers.starts) <= set(SPACE.starts) and count > 1
         assert min(1, count - len(answers.stays)) <= answers.slots <= count - len(answers.stays)
         assert count - 1 not in answers.keeps and answers.offloads <= answers.keeps
         assert len(answers.tiers) in (0, count) and set(answers.tiers) != {"device"}
         assert not (answers.tiers and answers.keeps_heap)
-    for answers in drawn(replace(SPACE, streams=False, heap=False), 20):
+    for answers in drawn(replace(SPACE, streams=False, heap=False), 8):
         assert answers.slots == len(answers.stays) == len(answers.starts) and not answers.keeps_heap
 
 
@@ -72,6 +72,7 @@ def test_nothing_is_drawn_twice_or_where_nothing_can_be_cut():
 # --- plans that are drawn ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_answer_of_a_plan_gives_the_bits_of_full_training():
     found = check(*MODELS["batch norm and dropout"], batch_size=16, partitions=3, steps=2, sweep=9, clip_grad_norm=1.0)
     assert len(found.plans) == 9
@@ -114,6 +115,7 @@ class Remembers(nn.Linear):
         return y * (2.0 if again else 1.0)
 
 
+@pytest.mark.slow
 def test_a_block_that_knows_what_it_has_seen_on_the_device_is_found_by_another_plan():
     """Where all graphs are kept, and where its partition leaves between forward and backward, nobody notices."""
     blocks = [lambda: nn.Linear(8, 8), Remembers, lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 4)]
@@ -164,6 +166,7 @@ def test_a_plan_that_would_not_be_carried_out_as_it_is_is_refused_in_words():
         check(MODELS["mlp"][0], numbers(8), sweep=-1)
 
 
+@pytest.mark.slow
 def test_the_command_verifies_a_saved_plan_and_others(monkeypatch, capsys, tmp_path):
     job = ["--width", "16", "--depth", "2", "--mem-limit", "2GB"]
     assert run_command("plan", [*job, "--method", "streamed", "--partitions", "3", "--plan-out", "plan.json"]) == 0

@@ -88,6 +88,7 @@ def network():
 
 
 @pytest.mark.parametrize("augment", ["imagenet", "none"])
+@pytest.mark.few(1)
 def test_workers_change_no_bit_and_rows_are_not_kept(augment, folder, tmp_path):
     runs = []
     for workers in (0, 2):
