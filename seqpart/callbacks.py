@@ -78,6 +78,9 @@ class EpochEvent(_Told):
     """An epoch is over. If it had an evaluation within it, `loss`, `rows` and `seconds` count from the last one; if a run was
     resumed within it, `rows` and `seconds` count from there."""
 
+    metrics: Mapping[str, MetricValue]
+    """The losses of a dict of them, as `loss/NAME`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalEvent(_Told):
@@ -85,7 +88,7 @@ class EvalEvent(_Told):
 
     accuracy: float | None
     metrics: Mapping[str, MetricValue]
-    """Values of compute_metrics; empty for an inner partition of `sil`."""
+    """Values of compute_metrics, empty for an inner partition of `sil`; and the losses of a dict of them, as `loss/NAME`."""
     is_best: bool
     """True if no evaluation before it was as good, by the loss or by `best_by`."""
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
@@ -28,6 +29,8 @@ class Tally(msgspec.Struct, kw_only=True):
     rows: Whole
     weight: Finite | None = None
     """None: equal to the rows, as in version 0.2.0."""
+    parts: dict[str, float] = {}
+    """Of the losses that the loss is the sum of."""
 
 
 @dataclass(slots=True)
@@ -38,15 +41,23 @@ class Metrics:
     rows: int = 0
     weight: float = 0
     """Divisor of the sum of losses: rows, or what the loss counted."""
+    parts: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
+    """Sums of the losses that the loss is the sum of, by name."""
     beside: "Metrics | None" = None
     """Other metrics to which everything is added too."""
 
-    def add(self, total: torch.Tensor, rows: int, judged: tuple[torch.Tensor, torch.Tensor] | None, *, weight: float) -> None:
-        """Adds `total`, the mean loss of `rows` rows times `weight`. judged: scores (n, classes, ...) and labels (n, ...), of
-        which those below 0 do not count; None without classes."""
+    def add(
+        self, total: torch.Tensor, rows: int, judged: tuple[torch.Tensor, torch.Tensor] | None,
+        *, weight: float, parts: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Adds `total`, the mean loss of `rows` rows times `weight`, and such totals of its parts.
+
+        judged: scores (n, classes, ...) and labels (n, ...), of which those below 0 do not count; None without classes.
+        """
         self.loss = self.loss + total
         self.rows += rows
         self.weight += weight
+        self.parts = {**self.parts, **{name: self.parts.get(name, 0.0) + part for name, part in parts.items()}}
         if judged is not None:
             scores, labels = judged
             self.correct = self.correct + (scores.detach().argmax(1) == labels).sum()
@@ -57,6 +68,7 @@ class Metrics:
     def done(self, phase: Phase, earlier: int, seconds: float, found: Mapping[str, MetricValue]) -> PhaseDone:
         """The report of the pass with these sums. earlier: rows, as in PhaseDone. found: values of the user's metrics."""
         loss = self.mean_loss if self.rows else None
+        found = {**{f"loss/{name}": float(part) / (self.weight or 1) for name, part in self.parts.items()}, **found}
         return PhaseDone(
             phase=phase, loss=loss, accuracy=self.accuracy, rows=phase.rows, earlier=earlier, seconds=seconds, metrics=found
         )  # fmt: skip
@@ -78,7 +90,7 @@ class Metrics:
         dtype = str(self.loss.dtype).removeprefix("torch.") if isinstance(self.loss, torch.Tensor) else None
         return Tally(
             loss=float(self.loss), dtype=dtype, correct=float(self.correct), judged=int(self.judged), rows=self.rows,
-            weight=float(self.weight),
+            weight=float(self.weight), parts={name: float(part) for name, part in self.parts.items()},
         )  # fmt: skip
 
     @classmethod
@@ -87,7 +99,8 @@ class Metrics:
         loss: torch.Tensor | float = found.loss
         if found.dtype is not None:
             loss = torch.tensor(loss, dtype=getattr(torch, found.dtype), device=device)
-        return cls(loss, found.correct, found.judged, found.rows, found.rows if found.weight is None else found.weight)
+        weight = found.rows if found.weight is None else found.weight
+        return cls(loss, found.correct, found.judged, found.rows, weight, found.parts)
 
 
 class OwnMetrics:

@@ -18,6 +18,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
@@ -70,11 +71,21 @@ class LossValue(NamedTuple):
     weight: float
     """Divisor of the mean."""
     kind: Kind = Kind.ROWS
+    parts: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """The losses that it is the sum of, by name."""
 
     @property
     def total(self) -> torch.Tensor:
         """Sum of losses without a graph, for the mean over a pass."""
-        return self.loss.detach() if self.kind is Kind.SUM else self.loss.detach() * self.weight
+        return self._total(self.loss)
+
+    @property
+    def totals(self) -> dict[str, torch.Tensor]:
+        """`total` of each part."""
+        return {name: self._total(part) for name, part in self.parts.items()}
+
+    def _total(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss.detach() if self.kind is Kind.SUM else loss.detach() * self.weight
 
 
 def judged(loss: LossFunction, reduction: Reduction | None, output: torch.Tensor, labels: torch.Tensor) -> LossValue:
@@ -82,23 +93,32 @@ def judged(loss: LossFunction, reduction: Reduction | None, output: torch.Tensor
 
     reduction: None for fake tensors, which can be differentiated but not counted.
     """
+    count = None if reduction is None or reduction.counts is None else _number(reduction.counts(labels))
+    if count == 0:  # 0 / 0
+        return LossValue(output.flatten()[:0].sum(), 0.0, Kind.COUNTED)
+    found: Any = loss(output, labels)
     if reduction is None:
-        found: Any = loss(output, labels)
         return LossValue(total_of(found), len(labels))
     if reduction.kind is not Kind.COUNTED:
-        return LossValue(_one(loss(output, labels)), len(labels), reduction.kind)
-    if reduction.counts is None:
-        total, count = _pair(loss(output, labels))
-        return LossValue(total / (count or 1.0), count, Kind.COUNTED)
-    count = _number(reduction.counts(labels))
-    if not count:  # 0 / 0
-        return LossValue(output.flatten()[:0].sum(), 0.0, Kind.COUNTED)
-    return LossValue(_one(loss(output, labels)), count, Kind.COUNTED)
+        return LossValue(_one(found), len(labels), reduction.kind, _parts(found))
+    if count is not None:
+        return LossValue(_one(found), count, Kind.COUNTED, _parts(found))
+    total, count = _pair(found)
+    parts = {name: part / (count or 1.0) for name, part in _parts(found[0]).items()}
+    return LossValue(total / (count or 1.0), count, Kind.COUNTED, parts)
 
 
 def total_of(found: Any) -> torch.Tensor:
     """Returns the number to be differentiated of what a loss returned: one, (sum, count), or a dict of several."""
     return _one(found[0] if isinstance(found, tuple) else found)
+
+
+def _parts(value: Any, within: str = "") -> dict[str, torch.Tensor]:
+    """Returns the losses in a dict of them, or in dicts in it, by name; an empty dict for one loss."""
+    if not isinstance(value, Mapping):
+        return {within: value} if within else {}
+    found = {name: _parts(part, f"{within}/{name}" if within else str(name)) for name, part in value.items()}
+    return {name: part for one in found.values() for name, part in one.items()}
 
 
 def _one(value: Any) -> torch.Tensor:

@@ -298,7 +298,8 @@ class Compute:
             found = judge(output, labels)
         verdict = found if isinstance(found, LossValue) else LossValue(found, len(output))
         with torch.no_grad():
-            self.metrics.add(verdict.total, len(output), judge.scores(output.detach(), labels), weight=verdict.weight)
+            scores = judge.scores(output.detach(), labels)
+            self.metrics.add(verdict.total, len(output), scores, weight=verdict.weight, parts=verdict.totals)
             returned = judge.returned if isinstance(judge, TrueLoss) else torch.positive
             self.hooks.sinks.judged(self.phases[step.phase], output, labels, returned)
         self.judged += 1

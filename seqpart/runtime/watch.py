@@ -97,7 +97,7 @@ class Watch:
             "on_epoch",
             EpochEvent(
                 update=phase.share_of(phase.updates)[0], epoch=phase.epochs_done, partition=phase.partition, loss=done.loss,
-                rows=done.rows - done.earlier, seconds=done.seconds, ending=self.ending,
+                rows=done.rows - done.earlier, seconds=done.seconds, metrics=done.metrics, ending=self.ending,
             ),
         )  # fmt: skip
 

@@ -202,6 +202,31 @@ def test_metrics_get_what_the_model_returns(tmp_path):
     assert result.metrics["size"] == pytest.approx(model.eval()(X)["heads"][1].abs().mean().item(), rel=1e-4)
 
 
+def test_a_dict_of_losses_is_reported_by_name(tmp_path):
+    class Seen:
+        def __init__(self):
+            self.found = []
+
+        def on_epoch(self, event):
+            self.found.append(event)
+
+    def loss(out, y):
+        return {"classes": F.cross_entropy(out[0], y), "sizes": {"value": out[1].square().mean()}}
+
+    model, seen = Net(lambda net, h, s, v: (s, v)), Seen()
+    trainer = Trainer(
+        model, loss, mem_limit="3GB", method="streamed", partitions=2, batch_size=BATCH, micro_batch_size=6, quiet=True,
+        offload_dir=tmp_path, epochs=2,
+    )  # fmt: skip
+    result = trainer.fit((X, Y), (X, Y), callbacks=[seen], compute_metrics=lambda out, y: {"size": 1.0})
+    scores, values = model.eval()(X)
+    expected = {"loss/classes": F.cross_entropy(scores, Y).item(), "loss/sizes/value": values.square().mean().item()}
+    assert result.metrics == pytest.approx({**expected, "size": 1.0}, rel=1e-4)
+    assert sum(expected.values()) == pytest.approx(float(result.test_loss), rel=1e-4)
+    for event in seen.found:
+        assert sum(event.metrics[name] for name in expected) == pytest.approx(event.loss, rel=1e-4)
+
+
 def test_a_loss_of_one_tensor_gets_the_logits_as_before(tmp_path):
     model = Net(lambda net, h, s, v: {"logits": s, "value": v})
     assert float(trained(model, F.cross_entropy, (X, Y), tmp_path).accuracy) > 0
