@@ -2,14 +2,14 @@
 
 A partition's optimizer is built anew at every visit, and a scheduler belongs to one optimizer for good. So it is given one of
 its own, of the same kind, that never learns; it steps once for each update, and the options that it has set are then copied
-into the groups of the partition that learns. They depend on the number of updates done alone: a resumed run steps the scheduler
-from the beginning, to the same bits.
+into the groups of the partition that learns. They depend on the number of updates done, or on the evaluations so far
+(ReduceLROnPlateau): a resumed run steps the scheduler from the beginning, to the same bits.
 """
 
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -33,9 +33,14 @@ _TRIED = 10_000
 class Scheduler:
     """Options of an optimizer's groups as functions of the number of updates done."""
 
-    def __init__(self, factory: SchedulerFactory, build: Build) -> None:
-        """Makes the scheduler. build: builds its optimizer. Raises OptionError if it is no scheduler, or needs a metric."""
-        self._factory, self._build = factory, build
+    def __init__(
+        self, factory: SchedulerFactory, build: Build, measured: Callable[[], Sequence[tuple[int, float]]] = tuple
+    ) -> None:  # fmt: skip
+        """Makes the scheduler. build: builds its optimizer. measured: (updates before it, value) of each evaluation so far.
+
+        Raises OptionError if it is no scheduler.
+        """
+        self._factory, self._build, self._measured = factory, build, measured
         self.sets_momentum = False
         """True if it has set a momentum at one of the updates so far."""
         self._begin()
@@ -44,7 +49,14 @@ class Scheduler:
         """Options after `done` updates. Raises OptionError if the scheduler ends before."""
         if done < self._done:
             self._begin()
-        while self._done < done:
+        values = [value for update, value in self._measured() if update <= done] if self.waits else []
+        if self._told != values[: len(self._told)]:  # the run went back
+            self._begin()
+        for value in values[len(self._told) :]:
+            with self._setting("it failed"):
+                self._scheduler.step(value)
+            self._told.append(value)
+        while self._done < done and not self.waits:
             take_step(self._optimizer)  # without gradients: schedulers warn where none comes before theirs
             self._look()
             with self._setting(f"its step {self._done + 1} failed (does it end before the run's last update?)"):
@@ -66,16 +78,15 @@ class Scheduler:
         self.sets_momentum = self.sets_momentum or any(group.get("momentum") for group in self._optimizer.param_groups)
 
     def _begin(self) -> None:
+        self._told: list[float] = []
         self._done, self._optimizer = 0, self._build([nn.Parameter(torch.zeros(2, 3, dtype=torch.float32))])
         self._names = {"lr"}
         with self._setting("it failed"):
             self._scheduler = self._factory(self._optimizer)
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            raise OptionError(
-                "--lr-schedule: ReduceLROnPlateau waits for a metric, and here a schedule must be known before the run begins. "
-                "Give one that depends on the number of updates alone."
-            )
-        self._step = _step_of(self._scheduler)
+        self.waits = isinstance(self._scheduler, ReduceLROnPlateau)
+        """True if it steps after each evaluation, by its value."""
+        if not self.waits:
+            self._step = _step_of(self._scheduler)
 
 
 def _step_of(scheduler: Any) -> Callable[[int], object]:
@@ -139,16 +150,24 @@ def tune(optimizer: torch.optim.Optimizer, rate: float | Groups) -> None:
         group.update(options)
 
 
-def refuse_unfit(schedule: str | SchedulerFactory, runs: Iterable[int], builds: Iterable[tuple[Build, bool]]) -> None:
-    """Raises OptionError for a scheduler that cannot be built, ends before one of `runs` (numbers of updates), or sets a
-    momentum later.
+def refuse_unfit(
+    schedule: str | SchedulerFactory, runs: Iterable[int], builds: Iterable[tuple[Build, bool]], *, tested: bool
+) -> None:  # fmt: skip
+    """Raises OptionError for a scheduler that cannot be built, ends before one of `runs` (numbers of updates), sets a momentum
+    later, or waits for evaluations that there are not.
 
-    builds: (function that builds an optimizer, True if that keeps no state).
+    builds: (function that builds an optimizer, True if that keeps no state). tested: true if there are evaluations during the
+    training.
     """
     if not isinstance(schedule, str):
         for updates, (build, is_bare) in itertools.product(runs, builds):
             scheduler = Scheduler(schedule, build)
             scheduler.at(max(0, min(updates - 1, _TRIED)))
+            if scheduler.waits and not tested:
+                raise OptionError(
+                    "--lr-schedule: ReduceLROnPlateau steps by the value of each evaluation. Give --eval-every '1 epoch', with "
+                    "test rows and an exact method, or a scheduler that steps after each update."
+                )
             if scheduler.sets_momentum and is_bare:
                 raise OptionError(
                     "--lr-schedule: the scheduler begins without momentum and sets it later, which needs memory that was not "

@@ -38,7 +38,7 @@ from seqpart.profile.initial_weights import initial_weights
 from seqpart.profile.machine import MEASURED, existing
 from seqpart.profile.partition import LossCost
 from seqpart.profile.trials import Trials
-from seqpart.schedule.lengths import Length, length_of, refuse_endless_warmup
+from seqpart.schedule.lengths import AT_THE_END, Length, length_of, refuse_endless_warmup
 from seqpart.settings import Settings
 from seqpart.store.layout import TensorSpec
 from seqpart.units import format_limit, format_size
@@ -302,7 +302,9 @@ class Inputs:
         if self.settings.recovery_epochs:
             runs["recovery"] = self._updates(self.settings.recovery_epochs, self.recovery_batch)
         refuse_endless_warmup(self.settings.warmup_updates, runs)
-        refuse_unfit(self.settings.lr_schedule, runs.values(), [(one.build, one.is_bare) for one in self.possible_optimizers()])
+        tested = self.exact and self.settings.tests != AT_THE_END
+        builds = [(one.build, one.is_bare) for one in self.possible_optimizers()]
+        refuse_unfit(self.settings.lr_schedule, runs.values(), builds, tested=tested)
 
     def _updates(self, epochs: float, batch: int) -> int:
         return self.length(epochs, batch).updates

@@ -304,7 +304,7 @@ class Run:
         if isinstance(schedule, str):
             factor = rate_schedule(schedule, self._settings.warmup_updates)
             return lambda phase, done: factor(*phase.share_of(done))
-        scheduler = cache(lambda optimizer: Scheduler(schedule, optimizer.build))
+        scheduler = cache(lambda optimizer: Scheduler(schedule, optimizer.build, lambda: self.watch.evaluations.values))
         return lambda phase, done: scheduler(stage.optimizers[phase.partition]).at(phase.share_of(done)[0])
 
     def _parting(self, stage: Stage) -> Parting | None:

@@ -89,6 +89,12 @@ class Evaluations:
         return True
 
     @property
+    def values(self) -> list[tuple[int, float]]:
+        """(updates before it, the number that is compared, as it was found) of each."""
+        sign = -1 if self._criterion.larger else 1
+        return [(one.update, sign * self._criterion.value(one)) for one in self.all]
+
+    @property
     def since(self) -> int:
         """Number of evaluations after the best."""
         return len(self.all) if self.best is None else sum(one.phase > self.best.phase for one in self.all)

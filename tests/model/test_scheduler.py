@@ -1,5 +1,6 @@
 """Any scheduler of torch's, as a function from an optimizer: the bits of a plain loop that steps it behind every update."""
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -201,8 +202,52 @@ def broken(optimizer):
     raise ZeroDivisionError("no rate")
 
 
+def plateau(optimizer):
+    """Halves the rate after every evaluation that is not much better than the best."""
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.05)
+
+
+def test_one_that_waits_for_evaluations_steps_by_their_loss(tmp_path):
+    x, y = torch.randn(ROWS, 6), torch.arange(ROWS) % 3
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+    expected = copy.deepcopy(model)
+
+    def trainer(model, **options):
+        given = {"method": "streamed", "partitions": 2, "epochs": 6, "batch_size": BATCH, "eval_every": "1 epoch"}
+        return Trainer(
+            model, F.cross_entropy, lambda own: torch.optim.SGD(own, lr=0.5), mem_limit="3GB", shuffle=False, quiet=True,
+            lr_schedule=plateau, **given | options,
+        )  # fmt: skip
+
+    class Stops:
+        def on_epoch(self, event):
+            if event.update == 3 * -(-ROWS // BATCH) and stops:
+                raise KeyboardInterrupt
+
+    start, stops = copy.deepcopy(model), False
+    trainer(model, output_dir=tmp_path / "whole").fit((x, y), (x, y))
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    scheduler, rates = plateau(optimizer), []
+    for _ in range(6):
+        for at in range(0, ROWS, BATCH):
+            optimizer.zero_grad()
+            F.cross_entropy(expected(x[at : at + BATCH]), y[at : at + BATCH]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            scheduler.step(F.cross_entropy(expected(x), y))
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert len(set(rates)) > 2
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+
+    stops = True
+    with pytest.raises(KeyboardInterrupt):
+        trainer(start, output_dir=tmp_path / "resumed").fit((x, y), (x, y), callbacks=[Stops()])
+    trainer(start, output_dir=tmp_path / "resumed").fit((x, y), (x, y), resume=tmp_path / "resumed")
+    assert all(torch.equal(one, other) for one, other in zip(start.parameters(), expected.parameters(), strict=True))
+
+
 REFUSED = {
-    "ReduceLROnPlateau waits for a metric": lr_scheduler.ReduceLROnPlateau,
+    r"ReduceLROnPlateau steps by the value of each evaluation. Give eval_every": lr_scheduler.ReduceLROnPlateau,
     r"its step 8 failed \(does it end before the run's last update\?\): ValueError": falls_short,
     "it failed: ZeroDivisionError: no rate": broken,
     r"a scheduler, with a step\(\) for each update; it returned dict": lambda optimizer: {},
