@@ -214,7 +214,7 @@ class Trainer:
         self._sampler = Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler.label = lambda: "start"
         if self.device.shares_memory:
-            self._sampler.heed(self._held, "the import of libraries")
+            self._sampler.add_reading(self._held, "the import of libraries")
         self._sampler.start()
 
     @property
@@ -390,10 +390,10 @@ class Trainer:
 
     def _planned(self, sampler: Sampler, plan: Callable[[Planner], ExecutionPlan], planner: Planner) -> ExecutionPlan:
         """Returns what `plan` makes, under the limit: memory for planning counts, but is not part of the plan's prediction."""
-        sampler.hold(planner.limit)
+        sampler.set_limit(planner.limit)
         prepared = plan(planner)
         if self.device.shares_memory:
-            sampler.heed(planner.trials.peak)
+            sampler.add_reading(planner.trials.peak)
         sampler.known = sampler.peak
         return prepared
 

@@ -161,7 +161,7 @@ class OwnLoss:
         self._takes, self._follows, self._joined = program.takes, program.follows, outputs.joined
         if self._joined is not None:
             self.example = self._joined.example
-            self.of_batch, self.of_layers = self._joined.of_batch, self._joined.of_layers
+            self.of_batch, self.from_layers = self._joined.of_batch, self._joined.from_layers
         self.called = '"model"'
         self._modules = {
             str(op.function): copy.deepcopy(model.get_submodule(str(op.function))) for op in program.ops if op.is_module

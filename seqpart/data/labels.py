@@ -125,7 +125,7 @@ class LossOfSeveral:
         for name in ("counts", "scores"):  # optional methods of the user's loss
             if callable(own := getattr(loss, name, None)):
                 setattr(self, name, self._of_labels(own))
-        for name in ("returned", "example", "of_batch", "of_layers"):  # of a loss of several outputs
+        for name in ("returned", "example", "of_batch", "from_layers"):  # of a loss of several outputs
             if hasattr(loss, name):
                 setattr(self, name, getattr(loss, name))
 

@@ -105,14 +105,14 @@ class Sampler:
         self.sample()
         self._thread.start()
 
-    def hold(self, limit: int) -> None:
+    def set_limit(self, limit: int) -> None:
         """Sets the limit once it is known; it applies to earlier samples too."""
         self.limit = limit
         if self.peak > limit:
             self.violations += 1
             self.violation_label = self.violation_label or self.peak_label or "planning"
 
-    def heed(self, held: int, label: str = "planning") -> None:
+    def add_reading(self, held: int, label: str = "planning") -> None:
         """Adds a measurement from elsewhere, which may fall between two samples."""
         self._tell(held)
         if held > self.peak:

@@ -40,9 +40,14 @@ AVERAGE = "average"
 """Name of a parameter's moving average in its state."""
 _TUNED = ("lr", "weight_decay")
 """Options of a group whose values may change during training."""
-_KINDS: dict[OptimizerName, Any] = {
-    "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor,
-}  # fmt: skip
+_KINDS: dict[OptimizerName, tuple[Any, dict[str, Any]]] = {
+    "adam": (torch.optim.Adam, {"fused": True}),
+    "adamw": (torch.optim.AdamW, {"fused": True}),
+    "sgd": (torch.optim.SGD, {"fused": True}),
+    # Parameter by parameter, as torch does on the CPU: all at once would take as much memory again as the parameters.
+    "adafactor": (torch.optim.Adafactor, {"foreach": False}),
+}
+"""Class of each optimizer with a name, and how it is called."""
 UNKNOWN = "?"
 """Group of a parameter whose group is not known yet."""
 
@@ -213,13 +218,9 @@ def choose(name: OptimizerName, *, lr: float, weight_decay: float = 0.0, momentu
             raise OptionError(f"--{option}: expected a finite number, zero or above; found {value}.")
     if momentum and name != "sgd":
         raise OptionError(f"--momentum goes with --optimizer sgd; {name} keeps moments of its own.")
-    keywords: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-    if name == "adafactor":
-        # Parameter by parameter, as torch does on the CPU: all at once would take as much memory again as the parameters.
-        keywords["foreach"] = False
-    else:
-        keywords |= {"fused": True} | ({"momentum": momentum} if name == "sgd" else {})
-    found = describe(name, lambda parameters: _KINDS[name](parameters, **keywords), is_known=True)
+    kind, keywords = _KINDS[name]
+    keywords = {**keywords, "lr": lr, "weight_decay": weight_decay} | ({"momentum": momentum} if name == "sgd" else {})
+    found = describe(name, lambda parameters: kind(parameters, **keywords), is_known=True)
     return replace(found, found=_found_of(name, bool(momentum)))
 
 

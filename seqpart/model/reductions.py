@@ -156,7 +156,7 @@ def reduction_of(
     """
     known = said(loss)
     if known is None or (known.counts is not None and not _is_ours(known.counts)):
-        if getattr(loss, "of_layers", False) and batch is not None and not chosen:
+        if getattr(loss, "from_layers", False) and batch is not None and not chosen:
             raise _of_the_batch(loss, batch)
         return _tried(loss, known, shape, dtype, labels, batch, chosen)
     if _is_ours(known.counts) and labels.is_floating_point() and (tested.is_floating_point() or not len(tested)):
@@ -274,8 +274,8 @@ def _of_the_batch(loss: LossFunction, batch: int) -> OptionError:
         f"loss {name_of(loss)}: it takes a number of the whole batch (a balance of experts, a deviation, scores of all pairs "
         "of rows?), which is neither the mean of its parts' by their rows nor their sum. So training would depend on the "
         "micro-batch, and a plan chooses it by the limit. "
-        f"Give --micro-batch-size {batch}, a batch that is not divided; or fewer rows, and each micro-batch's number counts by "
-        "its rows, as where gradients are accumulated."
+        f"Give --micro-batch-size {batch}, so that no batch is divided; or a smaller one: the number is then computed for each "
+        "micro-batch and averaged by rows, as where gradients are accumulated."
     )
 
 
@@ -471,7 +471,7 @@ class Held:
         """
         if (
             len(self._parts) < 2
-            or getattr(loss, "of_layers", False)
+            or getattr(loss, "from_layers", False)
             or (isinstance(loss, nn.Module) and any(True for _ in loss.buffers()))
         ):
             return True

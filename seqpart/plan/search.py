@@ -274,7 +274,8 @@ def _filled(
 
 
 def _rooms(problem: Problem, now: Prediction, available: int) -> tuple[list[int], int]:
-    """(bytes left while each partition works, offset from a partition to the first one beside which its kept graph counts)."""
+    """Returns the bytes left while each partition works; and 0 if a kept graph counts while its own partition works, 1 if only
+    while the later ones do."""
     candidate = now.candidate
     per_byte = heap_bytes(1) if candidate.resources.keeps_heap else 1
     others_wait = not now.method.stays and candidate.micro_batch < problem.batch_size  # graphs of other micro-batches

@@ -38,7 +38,8 @@ class Hooks:
     """Callbacks of a run's loop.
 
     `listen` gets every event, `sinks` the outputs that metrics are made of. `guard` runs after every step; `at_rest` gets the
-    executor wherever the whole run stands at a position, and ends the steps if it returns False; both may raise.
+    executor after each complete update, and after each step of a pass without updates, when nothing is half done; it ends the
+    steps if it returns False; both may raise.
     `before_update` gets a partition with its gradients before each training update. `failed` gets the executor and an error of
     a block or of the rows in a LOAD, FORWARD or BACKWARD, when every home is as `position` says.
     """

@@ -377,7 +377,8 @@ class Run:
         self._observer.listen(event)
 
     def _guard(self) -> None:
-        """Runs between two steps: signals, memory for generated code, and the limit. Raises LimitExceeded."""
+        """Runs between two steps: raises LimitExceeded if the sampler has seen more than the limit, makes room for generated
+        code, and handles a signal if the run saves no checkpoints."""
         if not self._settings.saves:
             self.interrupts.check()
         if time.monotonic() > self._granted_at + _GRANT_SECONDS:

@@ -80,9 +80,9 @@ def test_a_limit_that_becomes_known_later_has_counted_from_the_start():
     """What planning took was in the peak, and was no violation."""
     sampler = Sampler(Scripted(50, 9), limit=1 << 62)
     sampler.sample()
-    sampler.hold(50)
+    sampler.set_limit(50)
     assert sampler.violations == 0
-    sampler.hold(49)
+    sampler.set_limit(49)
     assert (sampler.violations, sampler.violation_label, sampler.limit) == (1, "planning", 49)
 
 
