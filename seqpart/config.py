@@ -152,6 +152,9 @@ class Optimizer:
     scale, and torch's default is 0.01), per partition. Adam and AdamW are the same without --weight-decay."""
     weight_decay: float = 0.0
     """Weight decay of the optimizer."""
+    no_decay: str = ""
+    """Parameters without weight decay, between commas: bias, norm (others of one dimension), or patterns of names such as
+    '*.embed*'."""
     momentum: float = 0.0
     """Momentum (sgd only)."""
     clip_grad_norm: Positive[float] = None

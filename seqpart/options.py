@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
     seed: int
     lr: PerPartition[float]
     weight_decay: float
+    no_decay: str
     momentum: float
     clip_grad_norm: Positive[float]
     ema: float | None

@@ -73,6 +73,8 @@ class Settings(Config):
             yield from self.methods[0].contradictions(self)
         if self.warmup_updates and not isinstance(self.lr_schedule, str):
             yield "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
+        if self.no_decay and not self.weight_decay:
+            yield "--no-decay: there is no weight decay to leave out. Give --weight-decay"
         if self.ema is not None and not 0 < self.ema < 1:
             yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {self.ema}"
         yield from self._lengths()

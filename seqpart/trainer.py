@@ -101,7 +101,7 @@ class Trainer:
         given: dict[str, Any] = {**options}
         self._optimizer = None
         if callable(optimizer):
-            refuse_options_beside(optimizer, sorted({"lr", "recovery_lr", "weight_decay", "momentum"} & set(given)))
+            refuse_options_beside(optimizer, sorted({"lr", "recovery_lr", "weight_decay", "no_decay", "momentum"} & set(given)))
             self._optimizer = describe(getattr(optimizer, "__name__", ""), optimizer)
         elif optimizer is not None:
             given["optimizer"] = optimizer

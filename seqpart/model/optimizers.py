@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from seqpart.model.optimizer_trials import (
     NAMES,
     Build,
     Found,
-    OptimizerName,
     explore,
     follows_numbers,
     groups_of,
@@ -40,7 +40,7 @@ AVERAGE = "average"
 """Name of a parameter's moving average in its state."""
 _TUNED = ("lr", "weight_decay")
 """Options of a group whose values may change during training."""
-_KINDS: dict[OptimizerName, tuple[Any, dict[str, Any]]] = {
+_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"fused": True}),
     "adamw": (torch.optim.AdamW, {"fused": True}),
     "sgd": (torch.optim.SGD, {"fused": True}),
@@ -209,8 +209,13 @@ class Adopted:
 
 
 @functools.cache
-def choose(name: OptimizerName, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0) -> Optimizer:
-    """Returns `adam`, `adamw` or `sgd`, fused, or `adafactor`. Raises OptionError for another name or a negative number."""
+def choose(
+    name: str, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0, no_decay: str = ""
+) -> Optimizer:  # fmt: skip
+    """Returns `adam`, `adamw` or `sgd`, fused, or `adafactor`. no_decay: see `is_spared`.
+
+    Raises OptionError for another name or a negative number.
+    """
     if name not in NAMES:
         raise OptionError(f"--optimizer: expected one of {', '.join(NAMES)}; found {name!r}.")
     for option, value in (("lr", lr), ("weight-decay", weight_decay), ("momentum", momentum)):
@@ -220,8 +225,40 @@ def choose(name: OptimizerName, *, lr: float, weight_decay: float = 0.0, momentu
         raise OptionError(f"--momentum goes with --optimizer sgd; {name} keeps moments of its own.")
     kind, keywords = _KINDS[name]
     keywords = {**keywords, "lr": lr, "weight_decay": weight_decay} | ({"momentum": momentum} if name == "sgd" else {})
-    found = describe(name, lambda parameters: kind(parameters, **keywords), is_known=True)
-    return replace(found, found=_found_of(name, bool(momentum)))
+
+    def in_groups(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        groups: list[list[nn.Parameter]] = [[], []]
+        for own, parameter in named_parameters:
+            groups[is_spared(no_decay, own, parameter.ndim)].append(parameter)
+        built: torch.optim.Optimizer = kind([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], **keywords)
+        return built
+
+    build: Build = in_groups if no_decay and weight_decay else lambda parameters: kind(parameters, **keywords)
+    found = describe(name, build, is_known=True)
+    return found if found.named else replace(found, found=_found_of(name, bool(momentum)))
+
+
+def is_spared(no_decay: str, name: str, dimensions: int) -> bool:
+    """True if a parameter has no weight decay: by its model's name, or because it is a bias, or the weight of a norm.
+
+    no_decay: patterns between commas. `bias`: parameters of that name; `norm`: others of one dimension or none; or a pattern of
+    names such as `*.embed*`.
+    """
+    is_bias = name.rpartition(".")[2] == "bias"
+    return any(
+        is_bias if pattern == "bias" else dimensions < 2 and not is_bias if pattern == "norm" else fnmatchcase(name, pattern)
+        for pattern in map(str.strip, no_decay.split(","))
+    )
+
+
+def refuse_unknown(no_decay: str, dimensions: Mapping[str, int]) -> None:
+    """Raises OptionError for a pattern that spares none of the parameters, {name: its dimensions}."""
+    for pattern in map(str.strip, no_decay.split(",")):
+        if not any(is_spared(pattern, name, count) for name, count in dimensions.items()):
+            raise OptionError(
+                f"--no-decay: expected bias, norm, or a pattern of parameters' names; found {pattern!r}, which is none of "
+                f"{', '.join(list(dimensions)[:6])}{', ...' if len(dimensions) > 6 else ''}."
+            )
 
 
 @functools.cache
@@ -255,9 +292,12 @@ def averaging(choice: Optimizer, decay: float | None) -> Optimizer:
     return replace(choice, average=decay)
 
 
-def chosen(name: str, lr: float, weight_decay: float, momentum: float, ema: float | None) -> Optimizer:
+def chosen(
+    name: str, lr: float, weight_decay: float, momentum: float, ema: float | None, no_decay: str = ""
+) -> Optimizer:  # fmt: skip
     """Like `choose`, with momentum for sgd only, and with a moving average of decay `ema`."""
-    found = choose(name, lr=lr, weight_decay=weight_decay, momentum=momentum if name == "sgd" else 0.0)
+    momentum = momentum if name == "sgd" else 0.0
+    found = choose(name, lr=lr, weight_decay=weight_decay, momentum=momentum, no_decay=no_decay)
     return averaging(found, ema)
 
 

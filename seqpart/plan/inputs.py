@@ -27,7 +27,7 @@ from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.loss_probe import judging
 from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
-from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_joint, refuse_unlike_pieces, scheduled
+from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_joint, refuse_unknown, refuse_unlike_pieces, scheduled
 from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, reduction_of
 from seqpart.model.scheduler import refuse_unfit
 from seqpart.model.tiling import starts_of
@@ -274,6 +274,10 @@ class Inputs:
                 name = block.exported(spec.name)
                 learns[name if name not in learns else f"{name} of {block}"] = spec
         divided_by = self.settings.divides_weights
+        if self.settings.no_decay:
+            refuse_unknown(self.settings.no_decay, {name: len(spec.shape) for name, spec in learns.items()})
+            if divided_by:
+                raise OptionError(f"--no-decay tells weights by name, and {divided_by} divides them. Leave it out.")
         every = learns | self._wholes(learns) if divided_by else learns
         with quiet_log():
             for optimizer in self.possible_optimizers():
@@ -358,8 +362,8 @@ class Inputs:
             rates = (settings.recovery_lr,) * count
         if settings.momentum and "sgd" not in names:
             raise OptionError("--momentum goes with --optimizer sgd; the others keep moments of their own.")
-        one = partial(chosen, weight_decay=settings.weight_decay, momentum=settings.momentum, ema=settings.ema)
-        return tuple(map(self._scheduled, map(one, names, rates)))
+        shared = (settings.weight_decay, settings.momentum, settings.ema, settings.no_decay)
+        return tuple(self._scheduled(chosen(name, rate, *shared)) for name, rate in zip(names, rates, strict=True))
 
     def _label_row(self) -> int:
         return self.train.label_type.itemsize * (self.train.labels.numel() // max(1, len(self.train.labels)))

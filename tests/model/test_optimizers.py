@@ -1,5 +1,6 @@
 """State that has a home: with adopted zeros an optimizer does exactly what torch's own does, or it is refused."""
 
+import copy
 from collections import deque
 from types import SimpleNamespace
 
@@ -850,3 +851,41 @@ def test_a_state_that_is_called_as_the_average_is_does_not_go_with_one():
     choice = averaging(describe("", lambda parameters: Own(parameters, lr=0.1)), 0.9)
     with pytest.raises(OptionError, match="ema: optimizer Own keeps a state 'average' of its own"):
         kept(choice, (3, 2))
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(self.embed(x)).relu())
+
+
+@pytest.mark.parametrize("schedule", ["linear", lambda own: torch.optim.lr_scheduler.LambdaLR(own, lambda done: 1 - done / 6)])
+def test_weight_decay_leaves_out_biases_norms_and_patterns_of_names(schedule, tmp_path):
+    torch.manual_seed(0)
+    model, (x, y) = Normed(), (torch.randn(24, 6), torch.arange(24) % 3)
+    expected = copy.deepcopy(model)
+    spared = [p for name, p in expected.named_parameters() if p.ndim < 2 or name == "embed.weight"]
+    groups = [{"params": [expected.head.weight]}, {"params": spared, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.5, fused=True)
+    for update in range(6):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (1 - update / 6)
+        rows = slice(update % 3 * 8, update % 3 * 8 + 8)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(expected(x[rows]), y[rows]).backward()
+        optimizer.step()
+    given = {"mem_limit": "3GB", "method": "streamed", "partitions": 3, "epochs": 2, "batch_size": 8, "shuffle": False}
+    given |= {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.5, "lr_schedule": schedule, "quiet": True}
+    Trainer(model, offload_dir=tmp_path, no_decay="bias, norm,embed.*", **given).fit((x, y), (x, y))
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_weight_decay_that_spares_nothing_is_refused(tmp_path):
+    data = torch.randn(24, 6), torch.arange(24) % 3
+    with pytest.raises(OptionError, match=r"no_decay: expected bias, norm, or a pattern .*found 'headd\*', .* embed.weight"):
+        Trainer(Normed(), mem_limit="3GB", method="full", weight_decay=0.1, no_decay="bias,headd*", quiet=True).plan(data)
+    with pytest.raises(OptionError, match="there is no weight decay to leave out"):
+        Trainer(Normed(), mem_limit="3GB", method="full", no_decay="bias", quiet=True)
