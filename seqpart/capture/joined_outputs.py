@@ -229,8 +229,8 @@ class LossOfOutputs:
         return scores_of(first, labels) if isinstance(first, torch.Tensor) and isinstance(labels, torch.Tensor) else None
 
     def example(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns random numbers as an output: whole numbers are 0 or 1, what does not follow the rows is 1/2, and nothing is
-        rounded to a narrower type."""
+        """Returns random numbers as an output: whole numbers are 0 or 1, what does not follow the rows is 1/2, as is a mask
+        that the model's own loss divides by; nothing is rounded to a narrower type."""
         returned = self._by_width[output.shape[1]]
         rounds = any(part.dtype.is_floating_point and part.dtype != returned.dtype for part in returned.parts)
         other = torch.float32 if returned.dtype == torch.float64 else torch.float64
@@ -241,7 +241,7 @@ class LossOfOutputs:
                 times = whole.itemsize // returned.dtype.itemsize
                 own = (columns[number][:, ::times] > 0).to(whole).contiguous().view(returned.dtype)
                 columns[number] = own.to(output.dtype)
-            elif not part.times or (part.stride and not part.stride[0]):
+            elif not part.times or (part.stride and not part.stride[0]) or (self._loss is None and not part.used):
                 columns[number] = torch.full_like(columns[number], 0.5)
         return torch.cat(columns, 1).to(other if rounds else output.dtype)
 

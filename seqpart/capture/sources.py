@@ -30,6 +30,7 @@ def sources_of(number: int, recorder: Recorder, follows: Callable[[int], bool]) 
     """
     of_rows = following(ROWS, recorder.ops)
     makers = {made: op for op in recorder.ops for made in op.makes}
+    now = recorder.current  # `to` and `contiguous` may return a tensor itself, under another number
     found, seen, left = set[int](), set[int](), [number]
     while left:
         one = left.pop()
@@ -37,16 +38,14 @@ def sources_of(number: int, recorder: Recorder, follows: Callable[[int], bool]) 
             continue
         seen.add(one)
         op = makers.get(one)
-        if one in of_rows and follows(one):
+        own = [] if one in of_rows else [op for op in needed_for({one}, recorder.ops)[0] if op.is_module or op.owned]
+        if one in now and (own or (one in of_rows and follows(one))):
             found.add(one)
-        elif op is not None and not (op.is_module or op.owned or op.effect):
-            left += op.uses
-        elif one in of_rows or op is None:
+        elif op is None or op.is_module or op.owned or op.effect:
             return None
         else:
-            found.add(one)
-    now = recorder.current
-    if not found <= now or sum(recorder.tensor(one).nbytes for one in found) > _MOST * recorder.shapes[ROWS][0]:
+            left += op.uses
+    if sum(recorder.tensor(one).nbytes for one in found) > _MOST * recorder.shapes[ROWS][0]:
         return None
     return found
 

@@ -92,6 +92,19 @@ def in_parts(model, loss):
     return model
 
 
+def test_scores_of_all_pairs_that_a_parameter_scales_train_in_whole_batches(tmp_path):
+    """As CLIP's: `to` gave the scale of a parameter another number, and the scores were refused."""
+
+    def loss(out, y):
+        return F.cross_entropy(out["pairs"], torch.arange(len(out["pairs"])))
+
+    torch.manual_seed(0)
+    model = Net(lambda net, h, s, v: {"pairs": (s @ h[:, :5].T.to(s.device)) * net.scale.exp().to(s.device)})
+    expected = plain(copy.deepcopy(model), loss, (X, Y))
+    trained(model, loss, (X, Y), tmp_path, micro_batch_size=BATCH)
+    same(model, expected)
+
+
 class Gates(nn.Module):
     """A layer of two experts that returns how unequally they are used."""
 
@@ -148,9 +161,15 @@ class Reconstructs(nn.Module):
         return {"loss": self.kind(found, x, h), "hidden": h}
 
 
+def alternate(x):
+    """A mask that leaves equally much of every row, as masked autoencoders have it."""
+    return (x.argsort(1) % 2).to(x.dtype)
+
+
 OWN = {
     "a mean": lambda found, x, h: F.mse_loss(found, x) + 0.1 * h.mean(),
     "a sum": lambda found, x, h: F.mse_loss(found, x, reduction="sum") + h.square().sum(),
+    "a mean under a mask": lambda found, x, h: ((found - x).square() * alternate(x)).sum() / alternate(x).sum(),
     "a mean of sums": lambda found, x, h: (found - x).square().sum(1).mean() - h.detach().mean(),
 }
 
