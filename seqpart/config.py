@@ -25,6 +25,8 @@ from seqpart.fields import (
     note_of,
     values_of,
 )
+from seqpart.model.freezing import EXPECTED as PATTERNS
+from seqpart.model.freezing import Frozen
 from seqpart.model.losses import LossName
 from seqpart.model.optimizer_trials import OptimizerName
 from seqpart.model.scheduler import SchedulerFactory
@@ -170,6 +172,19 @@ class Optimizer:
     returns a torch scheduler, which steps once per update, and starts again for each partition of sil and for recovery."""
     warmup_updates: int = 0
     """Updates of linear warm-up before the full learning rate."""
+    freeze: Annotated[
+        PerPartition[str] | None, Note(expected="a pattern of parameter names, or a list of them", metavar="PATTERN[,...]")
+    ] = None  # fmt: skip
+    """Parameters that do not learn: patterns of their names as in a shell, such as 'backbone.*,embed.*', or in Python a
+    list. Default: those with requires_grad=False."""
+    unfreeze: Annotated[str | dict[str, str] | None, Note(expected=PATTERNS, metavar="PATTERN=TIME[,...]")] = None
+    """Parameters that are frozen at first and learn from a time on (exact methods only): 'backbone.*=epoch 1' (when one epoch
+    is finished) or 'embed.*=update 500' (when 500 updates are), in Python {"backbone.*": "epoch 1"}. Default: none."""
+
+    @property
+    def frozen(self) -> Frozen:
+        """What --freeze and --unfreeze say. Raises OptionError."""
+        return Frozen.of(self.freeze, self.unfreeze)  # type: ignore[arg-type]  # a text, once it is checked
 
 
 @dataclass(frozen=True, kw_only=True)

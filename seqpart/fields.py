@@ -74,7 +74,7 @@ def items_of(hint: Any) -> Any:
 
 
 def checked_value(name: str, value: Any, hint: Any, *, typed: bool = False) -> Any:
-    """Converts `value` to the type: a list becomes a tuple, 1 becomes 1.0 for a float, a text a Path.
+    """Converts `value` to the type: a list becomes a tuple, 1 becomes 1.0 for a float, a text a Path, a dict `name=text,...`.
 
     typed: text from the command line. Raises OptionError for a value of another type, and `value` itself if that is an
     OptionError from parsing.
@@ -184,6 +184,9 @@ def _as(kind: Any, value: Any, typed: bool) -> Any:
             return _MISFIT
         items = tuple(_as(get_args(kind)[0], item, typed) for item in value)
         return _MISFIT if any(item is _MISFIT for item in items) else items
+    if get_origin(kind) is dict:
+        words = [f"{name}={said}" for name, said in value.items()] if isinstance(value, Mapping) else []
+        return ",".join(words) if words and all(isinstance(one, str) for pair in value.items() for one in pair) else _MISFIT
     if get_origin(kind) is Literal:
         word = value if isinstance(value, str) and value in get_args(kind) else _spelled(value)
         return word if isinstance(word, str) and word in get_args(kind) else _MISFIT

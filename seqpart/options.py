@@ -40,6 +40,8 @@ class Options(TypedDict, total=False):
     ema: float | None
     lr_schedule: LrSchedule | SchedulerFactory
     warmup_updates: int
+    freeze: PerPartition[str] | None
+    unfreeze: str | dict[str, str] | None
     test_every: Positive[int]
     eval_every: str | int | None
     early_stopping: int | None

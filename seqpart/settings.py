@@ -42,7 +42,7 @@ class Settings(Config):
             object.__setattr__(self, field.name, value)
         epochs = tuple(map(lengths.whole_where_it_is, values_of(self.epochs)))
         object.__setattr__(self, "epochs", epochs if isinstance(self.epochs, tuple) else epochs[0])
-        _ = self.saving, self.partition_choice(), self.tile_bytes, self.tests, criterion_of(self.best_by)
+        _ = self.saving, self.partition_choice(), self.tile_bytes, self.tests, self.frozen, criterion_of(self.best_by)
         if isinstance(self.lr_schedule, str):
             rate_schedule(self.lr_schedule, self.warmup_updates)
         problems += self._contradictions()
@@ -77,6 +77,13 @@ class Settings(Config):
             yield "--no-decay: there is no weight decay to leave out. Give --weight-decay"
         if self.ema is not None and not 0 < self.ema < 1:
             yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {self.ema}"
+        if self.unfreeze is not None and (not self.methods[0].exact or self.methods[0].in_pairs):
+            yield (
+                f"--unfreeze goes with --method auto, streamed, checkpointed or full; found --method {self.method}. Take one "
+                "of these, or --freeze alone"
+            )
+        if self.unfreeze is not None and self.ema is not None:
+            yield "--unfreeze does not go with --ema, which averages from the first update on. Leave one out"
         yield from self._lengths()
         if self.divides_weights and "adafactor" in values_of(self.optimizer):
             yield f"--optimizer adafactor looks at a weight as a whole, and {self.divides_weights} divides it. Take another"

@@ -30,6 +30,7 @@ from seqpart.fields import values_of
 from seqpart.intake import largest_batch, rows_of, rows_of_a_window, rows_to_evaluate
 from seqpart.interrupts import like_ctrl_c
 from seqpart.methods.exact import EVALUATION
+from seqpart.model.freezing import Freezing
 from seqpart.model.inspection import KeptModes
 from seqpart.model.losses import LossChoice
 from seqpart.model.metrics import ComputeMetrics, own_metrics
@@ -52,6 +53,7 @@ from seqpart.runtime.run import Run
 from seqpart.runtime.tracking import traced, tracked
 from seqpart.runtime.training_session import TrainingSession, loop_settings
 from seqpart.runtime.weight_store import refuse_taken_places
+from seqpart.schedule.best import LoopState
 from seqpart.schedule.lengths import refuse_untested
 from seqpart.settings import Settings
 from seqpart.store.scratch import own_folder
@@ -175,18 +177,22 @@ class Trainer:
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Planner], plan: Callable[[Planner], ExecutionPlan],
-        again: Plan | None = None, *, in_pairs: bool = False,
+        again: Plan | None = None, *, in_pairs: bool = False, kept: LoopState | None = None,
     ) -> tuple[Planner, ExecutionPlan]:  # fmt: skip
         """Returns the planner of `prepare(model=...)`, and the plan, with large layers in tiles if nothing fits without.
 
-        stack: closes the planner. again: see `tiles`. in_pairs: true if the model is separated into scores.
+        stack: closes the planner. again: see `tiles`. in_pairs: true if the model is separated into scores. kept: from the
+        checkpoint, the parameters that were frozen or trained.
         """
 
         def work(attempt: ExitStack, model: object) -> tuple[Planner, ExecutionPlan]:
             planner = attempt.enter_context(closing(prepare(model=model)))
             return planner, with_fewer_workers(planner, partial(plan, planner))
 
-        model = stack.enter_context(KeptModes(stack.enter_context(PlainTensors(self.model, self.device.kind))))
+        model = stack.enter_context(Freezing(self.model, self.settings.frozen))
+        if kept is not None:
+            let_learn(model, kept)
+        model = stack.enter_context(KeptModes(stack.enter_context(PlainTensors(model, self.device.kind))))
         if in_pairs:
             model = stack.enter_context(Separation(model, self.device, self.settings.seed))
         return first_that_fits(stack, model, self.tiles(again), work)
@@ -281,15 +287,14 @@ class Trainer:
             resumed: ResumePoint | None = None
             if resume is not None:
                 resumed = resume_point_of(Path(resume).absolute(), self.settings)
-                if resumed.state is not None:
-                    let_learn(self.model, resumed.state.loop)
+            kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
             stack.enter_context(translate_oom(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
             prepare = partial(self.prepare, rows, tests, reuse=reuse, resumes=resumes)
             plan = partial(self._planned, sampler, Planner.planned if resumed is None else resumed.planned)
             earlier = resumed.plan if resumed is not None else reuse
             with planning_shown(reporter):
-                planner, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs)
+                planner, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs, kept=kept)
             run = Run(planner, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
             run.pauses.replans = prepared.method.exact and not (prepared.method.in_pairs or run.averages)
             if tracking is not None:

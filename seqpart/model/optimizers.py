@@ -309,8 +309,17 @@ def refuse_divided(optimizer: Optimizer, divided_by: str) -> None:
         )
 
 
-def refuse_joint(optimizer: Optimizer, methods: Sequence[object]) -> None:
-    """Raises OptionError for an optimizer of all parameters together, unless a method is left that makes one partition."""
+def refuse_joint(optimizer: Optimizer, methods: Sequence[object], *, late: bool = False) -> None:
+    """Raises OptionError for an optimizer of all parameters together, unless a method is left that makes one partition.
+
+    late: true for one that counts updates in its groups, where parameters begin to learn during the run.
+    """
+    if not methods and late and not optimizer.joint:
+        raise OptionError(
+            f"--unfreeze: optimizer {optimizer.name} counts updates in its groups. Each partition has one of its own, which "
+            "would count from another update on. Give --method full, --freeze alone, or an optimizer that counts with each "
+            "parameter."
+        )
     if not methods:
         raise OptionError(
             f"optimizer {optimizer.name}: its step looks at several parameters together (their norm, or their places in the "

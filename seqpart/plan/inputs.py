@@ -32,6 +32,7 @@ from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_o
 from seqpart.model.scheduler import refuse_unfit
 from seqpart.model.tiling import starts_of
 from seqpart.plan.plan import Plan, PlanRequest
+from seqpart.plan.unfreezing import late_parameters
 from seqpart.profile.blocks import BlockCost, measure_chain, measure_loss, refuse_lost_gradients
 from seqpart.profile.fake_mode import quiet_log
 from seqpart.profile.initial_weights import initial_weights
@@ -94,7 +95,8 @@ class Inputs:
 
     def _begin(self, final_loss: LossFunction | None, trains: bool, whole: bool) -> None:
         settings, train, test, device = self.settings, self.train, self.test, self.device
-        self.methods = settings.methods
+        self.methods, self.late = settings.methods, dict[str, int]()
+        """late: {name of a parameter that is frozen at first: number of updates before it learns}."""
         self.exact, self.alone = self.methods[0].exact, self.methods[0].alone
         if settings.partitions not in ("auto", 1):  # `auto` takes a method that can
             self.methods = tuple(method for method in self.methods if method.cuts)
@@ -166,6 +168,9 @@ class Inputs:
         self._reduction = self._found_reduction()
         if trains:
             self._try_optimizers()
+            length, frozen = self.length(max(values_of(self.settings.epochs)), self.full_batch), self.settings.frozen
+            per_epoch = -(-self.epoch_rows // self.full_batch)
+            self.late = late_parameters(whole, costs, frozen, per_epoch, length.updates)
         self._refuse_unfit_schedule()
 
     def close(self) -> None:
@@ -284,9 +289,10 @@ class Inputs:
                 optimizer.try_on(every)
                 if divided_by:
                     refuse_unlike_pieces(optimizer, every, divided_by)
-                if optimizer.joint and self.settings.partitions != 1:
+                late = self.settings.unfreeze is not None and optimizer.counts
+                if (optimizer.joint or late) and self.settings.partitions != 1:
                     self.methods = tuple(method for method in self.methods if not method.cuts)
-                    refuse_joint(optimizer, self.methods)
+                    refuse_joint(optimizer, self.methods, late=late)
 
     def _wholes(self, learns: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """The larger parameters that some of `learns` are rows of."""

@@ -30,6 +30,7 @@ from seqpart.plan.prediction import (
 from seqpart.plan.problem import Candidate, Problem
 from seqpart.plan.sil import choose_cut
 from seqpart.plan.simulator import Resources, simulate
+from seqpart.plan.unfreezing import stages_in_words
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.machine import Speeds
 from seqpart.profile.partition import PartitionCost, prefix_costs, state_layouts
@@ -202,14 +203,15 @@ class Planner(Inputs):
     def _prepare(self, request: PlanRequest) -> ExecutionPlan:
         problem = self.problem(request)
         method, candidate, reasons = self._choose(problem, request)
-        training = self._training(request, candidate)
+        block_costs, training = self.costs_at(candidate.micro_batch), self._training(request, candidate)
         recovery = self._recovery(request, problem, candidate)
         reasons = (*reasons, *self._recovery_reasons(recovery))
         reasons = (*reasons, *self.chain.said, *self.reading.said, *self.trials.untold)
+        whole = self.chain.whole
+        reasons = (*reasons, *stages_in_words(whole, block_costs[: len(whole)], self.late, self.settings.frozen))
         optimizers = self._optimizers(candidate)
         costs = self._partition_costs(request, candidate, training, optimizers)
         phases = method.phases(self._workload(candidate, training, recovery))
-        block_costs = self.costs_at(candidate.micro_batch)
         row_packs = tuple(self.row_pack(block_costs[last - 1]) for _, last, _ in candidate.parts)
         streamed = recovery.candidate if recovery is not None else candidate
         exchange_bytes = planning.host_boundaries(

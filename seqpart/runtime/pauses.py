@@ -5,7 +5,7 @@ on these, parameters and buffers of modules that were passed built have only sha
 parameter can be changed, which holds from the next update on.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -120,10 +120,11 @@ class Pauses:
 
     def __init__(
         self, chain: Sequence[Block], costs: Sequence[BlockCost], optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
-        kept: LoopState, counts: Callable[[], bool] = bool,
+        kept: LoopState, counts: Callable[[], bool] = bool, late: Mapping[str, int] = {},
     ) -> None:  # fmt: skip
         """optimizers: those of the last visits of partitions that the user's code may still hold. counts: true once each of
-        several partitions has an optimizer that has counted updates of its own."""
+        several partitions has an optimizer that has counted updates of its own. late: {name of a parameter that is frozen at
+        first: number of updates before it learns}."""
         self._optimizers, self._since, self._counts, self.replans = optimizers, kept.learns, counts, False
         """replans: true if there may be another plan, with room for more trainable parameters."""
         self._in_parts = isinstance(chain, JointChain)
@@ -134,6 +135,9 @@ class Pauses:
         """True if the set of trainable parameters differs from that of the last update."""
         self._blocks = [(block, cost) for block, cost in zip(chain, costs, strict=True) if block.alive is not None]
         self._own: list[_Own] = []
+        self._late = dict[int, list[str]]()
+        for name, update in late.items():
+            self._late.setdefault(update, []).append(name)
         for block, cost in self._blocks:
             assert block.alive is not None
             for name, parameter in block.own(dict(block.alive.named_parameters())).items():
@@ -141,6 +145,14 @@ class Pauses:
                 self._own.append(own)
                 if own.label in kept.frozen:
                     self._learn(own, False)
+
+    def unfreeze(self, update: int) -> None:
+        """Lets the parameters learn whose time it is. update: number of finished updates."""
+        if names := self._late.pop(update, None):
+            for own in self._own:
+                if own.label in names and not own.learns:
+                    self.changed = True
+                    self._learn(own, True)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -35,7 +35,7 @@ from seqpart.runtime.partition import Partition
 from seqpart.runtime.pauses import Pauses, PlanAnew
 from seqpart.runtime.saving import Saving
 from seqpart.runtime.slots import Slots
-from seqpart.runtime.watch import Watch
+from seqpart.runtime.watch import Watch, trained_before
 from seqpart.runtime.weight_store import UNBEGUN, WeightStore, open_places
 from seqpart.schedule.best import LoopState
 from seqpart.schedule.phase import Phase, PhaseKind
@@ -91,8 +91,8 @@ class Run:
         self.reader_thread = stack.enter_context(ReaderThread())
         self.reader_thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
-        kept = before.loop if before is not None else LoopState()
-        self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_apart)
+        kept = before.loop if before is not None else LoopState(frozen=[*planner.late], learns=[*planner.late])
+        self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_apart, planner.late)
         self.watch = Watch(self._observer, self._settings, sampler, kept, self.pauses.pause)
         self.heard = self.watch.heard(len(prepared.plan.partitions))
         self.homes = WeightStore(planner, prepared, self.places.scratch, reporter, self._told, stack)
@@ -395,6 +395,10 @@ class Run:
 
     def _at_rest(self, executor: Executor) -> bool:
         phases = self.prepared.phases
+        if self._planner.late:
+            at = executor.position
+            done = phases[at.phase].share_of(at.updates) if at.updates else trained_before(phases, at.phase - 1)
+            self.pauses.unfreeze(int(done[0]))
         try:
             self.watch.at_rest(executor, phases, self.heard)
         except Exception as error:

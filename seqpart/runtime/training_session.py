@@ -56,6 +56,10 @@ def loop_settings(settings: Settings, folder: Path) -> Settings:
     given += ["save_every"] if settings.save_every not in (Settings.save_every, "never") else []
     if given:
         raise OptionError(f"{', '.join(map(flag_of, given))}: a loop of your own decides that itself. Leave it out.")
+    if late := [f"{pattern}={time}" for pattern, time in settings.frozen.unfreeze.items() if time.unit != "update"]:
+        raise OptionError(
+            f"--unfreeze: a loop of your own has no epochs that it would tell: expected a time in updates; found {late[0]}."
+        )
     if settings.lr_schedule in ("linear", "cosine") and settings.max_steps is None:
         raise OptionError(
             f"--lr-schedule {settings.lr_schedule} needs to know how many updates there will be: give --max-steps."
@@ -198,6 +202,7 @@ class TrainingSession:
             assert self._steps is not None
             next(self._steps)
             self.updates += 1
+            self._session.pauses.unfreeze(self.updates)
             self._session.losses.clear()
             return self._session.heard.latest().mean_loss
 

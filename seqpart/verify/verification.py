@@ -29,6 +29,7 @@ from seqpart.device.limit import limit_for
 from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
 from seqpart.methods import EXACT, METHODS
+from seqpart.model.freezing import Freezing
 from seqpart.model.inspection import KeptModes
 from seqpart.model.losses import LossChoice
 from seqpart.model.optimizer_trials import Build
@@ -116,7 +117,7 @@ def verify(
         rows, _ = asked.rows(train)
         options |= {"padding": None, "batch_size": asked.settings.batch_size, "shuffle": asked.settings.shuffle}
         sizes, model = asked.tiles(reuse), stack.enter_context(PlainTensors(model, asked.device.kind))
-        model = stack.enter_context(KeptModes(model))
+        model = stack.enter_context(KeptModes(stack.enter_context(Freezing(model, asked.settings.frozen))))
         limited, trainer = first_that_fits(stack, model, sizes, planned)
         _refuse_plan(limited, steps, reference, reuse)
         found = _compared(limited, trainer, rows, steps, reference, sweep, reporter, folder / "tensor", model)
@@ -301,6 +302,8 @@ def _refuse(steps: int, reference: str, sweep: int, options: dict[str, Any]) -> 
             raise OptionError(method.unverified)
     if options.get("trace") or options.get("log"):
         raise OptionError("--trace and --log: verify runs training several times. Give them to the training itself.")
+    if options.get("unfreeze"):
+        raise OptionError("--unfreeze: verify compares the first updates, in which nothing begins to learn. Leave it out.")
     if options.get("output_dir") or options.get("overwrite"):
         raise OptionError("--output-dir and --overwrite: verify keeps no results. --offload-dir says where its files may be.")
 
