@@ -59,7 +59,7 @@ class Block:
         self.places: dict[str, int] = {}
         """{own name of a parameter: its position among the parameters of the whole model}."""
         self.learns = dict[str, bool]()
-        """{name of a parameter: new requires_grad}, as set by the user since the run began."""
+        """{name of a parameter: new requires_grad}, as set by the user, or by --unfreeze, since the run began."""
         self._modes = [(module, module.training) for module in self.alive.modules()] if self.alive is not None else []
         # Read now: the module is empty when it is measured, and when it is measured again with fewer rows.
         self._shapes = {name: _on_meta(t) for name, t in tensors_of(self.alive).items()} if self.alive is not None else {}

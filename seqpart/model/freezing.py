@@ -43,7 +43,7 @@ class Frozen:
     @classmethod
     def of(cls, freeze: PerPartition[str] | None, unfreeze: str | None) -> "Frozen":
         """Raises OptionError for what is no pattern or time."""
-        patterns = [part.strip() for one in values_of(freeze or ()) for part in one.split(",")]
+        patterns = [part.strip() for one in (values_of(freeze) if freeze is not None else ()) for part in one.split(",")]
         if "" in patterns:
             raise OptionError(f"--freeze: expected patterns of parameter names, such as backbone.*; found {short(freeze)}.")
         return cls(tuple(patterns), dict(map(_pair, unfreeze.split(","))) if unfreeze is not None else {})
@@ -87,42 +87,35 @@ class Freezing:
         self._before: list[tuple[nn.Parameter, bool]] = []
 
     def __enter__(self) -> object:
-        frozen, model = self._frozen, self._model
-        if not (frozen.freeze or frozen.unfreeze):
-            return model
-        several = isinstance(model, list | tuple)
-        parts: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
+        if not (self._frozen.freeze or self._frozen.unfreeze):
+            return self._model
+        several = isinstance(self._model, list | tuple)
+        parts: list[Any] = [*self._model] if isinstance(self._model, list | tuple) else [self._model]
         named = [
-            [(name, f"{number}.{name}" if several else name, one) for name, one in _named(part)]
-            for number, part in enumerate(parts)
+            [(name, f"{n}.{name}" if several else name, one) for name, one in _named(part)] for n, part in enumerate(parts)
         ]
-        frozen.refuse_strangers([name for own in named for _, name, _ in own])
-        pairs = [*zip(parts, named, strict=True)]
-        of_factories = [name for part, own in pairs if not isinstance(part, nn.Module) for _, name, _ in own]
-        if late := [name for name in of_factories if frozen.times([name])]:
-            raise OptionError(
-                f"--unfreeze: expected parameters of modules that were passed built; found {late[0]}, which a factory makes. "
-                "Pass the module, on the meta device with --weights where it is large, or leave it to --freeze."
-            )
         names = dict[int, list[str]]()
         for _, name, one in (found for own in named for found in own):
             names.setdefault(id(one), []).append(name)
-        made = dict[tuple[int, tuple[str, ...]], Factory]()
-        for number, (part, own) in enumerate(pairs):
+        self._frozen.refuse_strangers([name for several_names in names.values() for name in several_names])
+        made = dict[object, Factory]()
+        for n, (part, own) in enumerate(zip(parts, named, strict=True)):
+            found = ((name, one, self._learns(one, names[id(one)])) for name, _, one in own)
+            wanted = [(name, one, learns) for name, one, learns in found if learns is not None]
             if isinstance(part, nn.Module):
-                for _, _, one in own:
-                    self._apply(one, names[id(one)])
-                continue
-            if still := tuple(inner for inner, name, _ in own if frozen.freezes(name)):
-                key = id(part), still  # blocks from one factory that are alike stay blocks from one factory
-                parts[number] = made.setdefault(key, _without_learning(part, still))
-        return parts if several else model
+                for _, one, learns in wanted:
+                    self._before.append((one, one.requires_grad))
+                    one.requires_grad_(learns)
+            elif changed := tuple((name, learns) for name, one, learns in wanted if learns != one.requires_grad):
+                # Blocks from one factory that are alike stay blocks from one factory.
+                parts[n] = made.setdefault((id(part), changed), _factory(part, changed))
+        return parts if several else parts[0]
 
-    def _apply(self, parameter: nn.Parameter, names: list[str]) -> None:
+    def _learns(self, parameter: nn.Parameter, names: list[str]) -> bool | None:
+        """True if a parameter with these names learns at any time, False if never; None if nothing names it, or it cannot."""
         late, never = bool(self._frozen.times(names)), any(map(self._frozen.freezes, names))
-        if (late or never) and (parameter.is_floating_point() or parameter.is_complex()):
-            self._before.append((parameter, parameter.requires_grad))
-            parameter.requires_grad_(late)
+        can = parameter.is_floating_point() or parameter.is_complex()
+        return late if can and (late or never) else None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for parameter, learned in reversed(self._before):
@@ -139,11 +132,13 @@ def _named(part: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, tensor) for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter))
 
 
-def _without_learning(factory: Callable[[], nn.Module], names: tuple[str, ...]) -> Factory:
+def _factory(factory: Callable[[], nn.Module], changed: Iterable[tuple[str, bool]]) -> Factory:
+    """Returns a factory of the same modules with another requires_grad of some parameters. changed: (name, requires_grad)."""
+
     def build() -> nn.Module:
         module = factory()
-        for name in names:
-            module.get_parameter(name).requires_grad_(False)
+        for name, learns in changed:
+            module.get_parameter(name).requires_grad_(learns)
         return module
 
     build.__name__ = Block(0, "", factory).kind

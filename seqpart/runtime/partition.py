@@ -11,7 +11,7 @@ visits have memory of their own, and are saved when all homes have to be up to d
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -41,14 +41,13 @@ class Partition:
     def __init__(
         self, number: int, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store, device: Device,
         *, optimizer: Optimizer, seed: int, autocast: torch.dtype | None = None, borrows: bool = True,
-        weights_stay: bool = False, frozen: Collection[int] = (),
+        weights_stay: bool = False,
     ) -> None:  # fmt: skip
-        """frozen: ids of parameters that do not learn although the plan has room for it."""
         self.number, self.blocks, self.weights_stay = number, blocks, weights_stay
         self._costs, self._store, self._device = costs, store, device
         flow = Flow(costs)
         self.entering, self.leaving, self._written, self._used_up = flow.came, flow.leaving, flow.written, flow.used_up(costs)
-        self._choice, self._seed, self._autocast, self._frozen = optimizer, seed, autocast, frozen
+        self._choice, self._seed, self._autocast = optimizer, seed, autocast
         self.tied = [(block, tie) for block in blocks for tie in block.tied if tie.owner not in blocks]
         """(block, tie): parameters used here whose home is in another partition."""
         self._borrows, self.lenders = borrows, list[Partition]()
@@ -149,16 +148,16 @@ class Partition:
         return self._weights.nbytes + self._state.nbytes
 
     def learn(self, learns: bool) -> None:
-        """Sets requires_grad of the parameters; those that the user froze stay frozen."""
+        """Sets requires_grad of the parameters; those that are frozen during the run stay frozen."""
         for block, cost in zip(self.blocks, self._costs, strict=True):
             own = {spec.name for spec in cost.layout.specs}
             for name, parameter in block.module.named_parameters():
                 if name in own:
-                    parameter.requires_grad_(learns and name in cost.trainable and id(parameter) not in self._frozen)
+                    parameter.requires_grad_(learns and name in cost.trainable and block.learns.get(name, True))
         for block, tie in self.tied if self._borrows else ():
             parameter = block.module.get_parameter(tie.name)
             planned = tie.owner_name in self._borrowed[tie.owner].trainable
-            parameter.requires_grad_(learns and planned and id(parameter) not in self._frozen)
+            parameter.requires_grad_(learns and planned and tie.owner.learns.get(tie.owner_name, True))
         for block in self.blocks:
             block.module.train()  # at least once: a module's own train() may leave some submodules as they are
         self._modules = [list(block.module.modules()) for block in self.blocks]

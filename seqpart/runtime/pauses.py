@@ -116,7 +116,7 @@ def let_learn(model: object, kept: LoopState) -> None:
 
 
 class Pauses:
-    """The pauses of one run. `frozen` has the ids of parameters that the plan trains and that the user has frozen since."""
+    """The pauses of one run, and what learns in it, which `Block.learns` has."""
 
     def __init__(
         self, chain: Sequence[Block], costs: Sequence[BlockCost], optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
@@ -130,29 +130,32 @@ class Pauses:
         self._in_parts = isinstance(chain, JointChain)
         self.unplanned: list[str] = []
         """Names of parameters that were unfrozen and that the plan has no room for."""
-        self.frozen: set[int] = set()
         self.changed = False
         """True if the set of trainable parameters differs from that of the last update."""
         self._blocks = [(block, cost) for block, cost in zip(chain, costs, strict=True) if block.alive is not None]
         self._own: list[_Own] = []
+        self._planned = {
+            block.exported(name): (block, name)
+            for block, cost in zip(chain, costs, strict=True)
+            for name in (spec.name for spec in cost.layout.specs)
+            if name in cost.trainable
+        }
+        """{name of a parameter that the plan has room to train: (block, name in it)}, also of modules that factories build."""
+        for block, name in (self._planned[label] for label in kept.frozen if label in self._planned):
+            block.learns[name] = False
         self._late = dict[int, list[str]]()
-        for name, update in late.items():
-            self._late.setdefault(update, []).append(name)
+        for label, update in late.items():
+            self._late.setdefault(update, []).append(label)
         for block, cost in self._blocks:
             assert block.alive is not None
             for name, parameter in block.own(dict(block.alive.named_parameters())).items():
-                own = _Own(block, name, parameter, planned=name in cost.trainable)
-                self._own.append(own)
-                if own.label in kept.frozen:
-                    self._learn(own, False)
+                self._own.append(_Own(block, name, parameter, planned=name in cost.trainable))
 
     def unfreeze(self, update: int) -> None:
         """Lets the parameters learn whose time it is. update: number of finished updates."""
-        if names := self._late.pop(update, None):
-            for own in self._own:
-                if own.label in names and not own.learns:
-                    self.changed = True
-                    self._learn(own, True)
+        for block, name in (self._planned[label] for label in self._late.pop(update, ())):
+            self.changed = self.changed or not block.learns.get(name, True)
+            block.learns[name] = True
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -200,12 +203,8 @@ class Pauses:
 
     def noted_in(self, kept: LoopState) -> LoopState:
         """Returns `kept` with the parameters that are frozen and trained by now."""
-        frozen = [own.label for own in self._own if own.planned and not own.learns]
+        frozen = [label for label, (block, name) in self._planned.items() if not block.learns.get(name, True)]
         return msgspec.structs.replace(kept, frozen=frozen, learns=self._since + self.unplanned)
-
-    def _learn(self, own: _Own, learns: bool) -> None:
-        own.block.learns[own.name] = learns
-        (self.frozen.discard if learns else self.frozen.add)(id(own.parameter))
 
     def _obey(self, wanted: Sequence[bool]) -> None:
         """Applies the wanted requires_grad of each parameter. Raises ModelError if the run cannot."""
@@ -215,7 +214,7 @@ class Pauses:
                 unplanned.append(own.label)
             elif learns != own.learns:
                 self.changed = True
-                self._learn(own, learns)
+                own.block.learns[own.name] = learns
         if self._in_parts and (self.changed or unplanned):
             raise ModelError(
                 "--method ist trains copies of parts of the model, drawn again in every round: requires_grad cannot be changed "
@@ -236,5 +235,5 @@ class Pauses:
                 "and optimizer state. Call requires_grad_(True) before the run on all that is to learn at any time, and freeze "
                 "it until then: in a session before its first step, or in on_begin of a callback."
             )
-        if self.changed and not any(own.learns for own in self._own):
+        if self.changed and not any(block.learns.get(name, True) for block, name in self._planned.values()):
             raise ModelError("nothing learns any more: every parameter of the model was frozen while it trained.")

@@ -272,7 +272,7 @@ class Run:
             Partition(
                 p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], self.homes.store,
                 self._device, optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=granted.borrows,
-                weights_stay=p in granted.weights_stay, frozen=self.pauses.frozen,
+                weights_stay=p in granted.weights_stay,
             )
             for p, (part, optimizer) in enumerate(zip(prepared.plan.partitions, stage.optimizers, strict=True))
         ]  # fmt: skip
