@@ -76,10 +76,10 @@ def wide(learning, depth=6, width=512):
     return [*(factory(number) for number in range(depth)), lambda: nn.Linear(width, 10).requires_grad_(depth in learning)]
 
 
-def smallest(learning):
+def smallest(learning, **options):
     rows = torch.randn(32, 512), torch.arange(32) % 10
     with pytest.raises(DoesNotFit) as error:
-        Trainer(wide(learning), mem_limit="60MB", method="streamed", batch_size=16, quiet=True).plan(rows)
+        Trainer(wide(learning), mem_limit="60MB", method="streamed", batch_size=16, quiet=True, **options).plan(rows)
     return error.value.smallest
 
 
@@ -89,6 +89,12 @@ def test_a_part_of_a_network_needs_no_more_than_all_of_it_and_its_head_alone_les
     assert smallest({depth}) < everything - MB
     for learning in ({depth - 1, depth}, {0, depth}, {depth // 2}):
         assert smallest(learning) <= everything
+
+
+def test_by_name_too_and_what_learns_later_must_fit_before_the_run(known_machine):
+    everything = set(range(7))
+    assert smallest(everything, freeze="[0-5].*") == smallest({6})
+    assert smallest({6}, unfreeze={"[0-5].*": "epoch 2"}) == smallest(everything)
 
 
 @pytest.mark.own_process

@@ -7,11 +7,14 @@ who learns is obeyed, and weights, which may be anywhere, are refused where they
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import Interrupted, Trainer
 from seqpart.errors import ModelError, OptionError
 from tests.choice import in_pairs, in_turn
+from tests.command import SMALL, call
+from tests.resuming import Killed, Stopping, kill
 
 ROWS = torch.randn(32, 8, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 3
 BATCHES = [(ROWS[0][at : at + 8], ROWS[1][at : at + 8]) for at in (0, 8, 16, 24)] * 2
@@ -255,6 +258,107 @@ def test_the_approximate_methods_obey_it_or_refuse_it(method, tmp_path):
     made.fit(ROWS, callbacks=[Freezing()])
     moved = (model.state_dict()["0.weight"] - before["0.weight"]).abs().max()
     assert 0 < moved < 0.11, "one update of Adam moves a number by no more than the rate"
+
+
+# --- by name and time ------------------------------------------------------------------------------------------------
+
+STAGES = {"a.*": "epoch 1", "b.*": "update 2", "sc?le": "update 6"}
+
+
+def plainly_in_stages(model, clip=None):
+    for part in (model.a, model.b, model.scale, model.c.bias):
+        part.requires_grad_(False)
+    return plainly(model, at({2: ("b", True), 4: ("a", True), 6: ("scale", True)}), clip)
+
+
+@pytest.mark.parametrize(("way", "method", "clip"), in_pairs(WAYS, ["full", "streamed", "checkpointed"], [None, 0.3]))
+@pytest.mark.few(4)
+def test_parameters_learn_by_name_and_time_as_in_a_plain_loop(way, method, clip, tmp_path):
+    """Also one that the user had frozen. Afterwards requires_grad is the user's again."""
+    options = {"clip_grad_norm": clip} if clip else {}
+    stages, model = {**STAGES, "a.*": "update 4"} if way == "session" else STAGES, net(["scale"])
+    trained(model, method, way, lambda *_: None, tmp_path, freeze="c.bias", unfreeze=stages, **options)
+    found, expected = model.state_dict(), plainly_in_stages(net(), clip).state_dict()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["scale"]
+
+
+def factory(rows, columns):
+    """Makes a layer with the same weights each time."""
+
+    def make():
+        layer = nn.Sequential(nn.Linear(columns, rows), nn.Tanh())
+        with torch.no_grad():
+            layer[0].weight.copy_(torch.linspace(-0.3, 0.3, rows * columns).sin().view(rows, columns))
+            layer[0].bias.zero_()
+        return layer
+
+    return make
+
+
+@pytest.mark.parametrize("steps", [47, 20, 75])
+@pytest.mark.few(1)
+def test_a_run_that_is_killed_goes_on_with_what_learned_then(steps, tmp_path):
+    """Blocks from factories. A checkpoint of update 2 has no state yet of what begins to learn there."""
+    blocks = [factory(16, 8), factory(16, 16), factory(16, 16), factory(3, 16)]
+    options = {"epochs": 2, "shuffle": False, "save_every": 2, "freeze": ["3.0.bias"]}
+    options |= {"unfreeze": {"0.*": "update 2", "[12].0.weight": "epoch 1"}}
+    with pytest.raises(Killed):
+        trainer(blocks, "streamed", output_dir=tmp_path / "run", **options).fit(ROWS, reporter=Stopping(steps, kill))
+    result = trainer(blocks, "streamed", **options).fit(ROWS, resume=tmp_path / "run")
+    plain = nn.Sequential(*[make() for make in blocks])
+    late = {"0.0.weight": 2, "0.0.bias": 2, "1.0.weight": 4, "2.0.weight": 4, "3.0.bias": 99}
+
+    def touch(model, update):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(late.get(name, 0) <= update)
+
+    touch(plain, 0)
+    expected, found = plainly(plain, touch).state_dict(), load_file(result.weights)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_the_plan_shows_every_stage(capsys):
+    asked = "--freeze", "0.*", "--unfreeze", "1.*=epoch 1,2.*=update 3"
+    ran = call(capsys, *SMALL, "--method", "streamed", "--dry-run", *asked)
+    block, head, every = 64 * 64 + 3 * 64, 64 * 10 + 10 + 2 * 64, 13_642
+    learn = {"1": head, "4": head + block, "24": head + 2 * block}
+    lines = [f"from update {update} on {count:,} of {every:,} weights learn" for update, count in learn.items()]
+    assert [line.partition(" (")[0] for line in ran.out.splitlines() if "weights learn" in line] == lines
+    assert "plan for 9,354 parameters that learn, and 4,288 that are frozen" in ran.out
+
+
+class Counting(torch.optim.SGD):
+    """Counts its updates in its groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = 0.1 / group["count"]
+        return super().step(closure)
+
+
+REFUSED = {
+    "no such parameter": ({"freeze": "d.*,b.*"}, r"freeze: .*found d\.\*\. Did you mean"),
+    "a module's name": ({"unfreeze": {"b": "epoch 1"}}, r"unfreeze: .*found b\. Did you mean b\.\*\?"),
+    "misspelled": ({"unfreeze": {"b.*": "epcoh 1"}}, "such as .*epoch 1.*1 or more; found .*epcoh 1"),
+    "negative": ({"unfreeze": {"b.*": "update -1"}}, "1 or more; found .*update -1"),
+    "at the end": ({"unfreeze": {"b.*": "epoch 2"}}, "before the end of the run, which has 8 updates .4 in an epoch"),
+    "all later": ({"unfreeze": {"*": "epoch 1"}}, "expected something that learns from the first update on"),
+    "nothing ever": ({"freeze": "*"}, "nothing learns: .* or in freeze"),
+    "approximate": ({"unfreeze": {"b.*": "epoch 1"}, "method": "sil"}, "unfreeze goes with method.*; found method=.sil"),
+    "an average": ({"unfreeze": {"b.*": "epoch 1"}, "ema": 0.9}, "unfreeze does not go with ema"),
+    "counted": ({"unfreeze": {"b.*": "epoch 1"}, "optimizer": Counting}, "unfreeze: optimizer Counting counts updates"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_frozen_or_unfrozen_is_refused_before_the_run(name):
+    options, said = REFUSED[name]
+    model = net()
+    with pytest.raises((OptionError, ModelError), match=said):
+        trainer(model, **{"method": "streamed", "epochs": 2, **options}).plan(ROWS)
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def clamp(model, _):
