@@ -8,7 +8,7 @@ import torch
 
 from tools.write_gallery import PAGE, SCRIPTS, page
 
-SLOW = {"segmentation_with_aux", "no_decay", "multi_task", "masked", "contrastive"}
+SLOW = {"segmentation_with_aux", "no_decay", "multi_task", "masked", "contrastive", "lora_then_full", "sequence_to_sequence"}
 
 
 @pytest.mark.parametrize(
