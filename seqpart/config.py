@@ -130,6 +130,8 @@ class Loop:
     of the sum of exp(score - the label's score) over all other classes, continued linearly from a difference of 10), mse
     (floats of any shape), or bce (binary labels from 0 to 1, as many as outputs). Default: cross-entropy for classes, mse for
     floats."""
+    label_smoothing: float = 0.0
+    """Share of every label that all classes get alike, such as 0.1, in training and tests (cross-entropy only)."""
     dtype: Precision = "fp32"
     """fp32, or bf16: mixed precision by autocast, with weights and optimizer state in float32. --bf16 is short for it."""
     shuffle: Annotated[bool | Literal["auto"], Note(expected="True, False or auto")] = "auto"

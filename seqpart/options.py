@@ -29,6 +29,7 @@ class Options(TypedDict, total=False):
     epochs: PerPartition[float]
     max_steps: Positive[int]
     batch_size: PerPartition[int]
+    label_smoothing: float
     dtype: Precision
     shuffle: bool | Literal["auto"]
     seed: int

@@ -73,6 +73,8 @@ class Settings(Config):
             yield from self.methods[0].contradictions(self)
         if self.warmup_updates and not isinstance(self.lr_schedule, str):
             yield "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
+        if not 0 <= self.label_smoothing < 1:
+            yield f"--label-smoothing: expected a share from 0 up to 1, such as 0.1; found {self.label_smoothing}"
         if self.no_decay and not self.weight_decay:
             yield "--no-decay: there is no weight decay to leave out. Give --weight-decay"
         if self.ema is not None and not 0 < self.ema < 1:

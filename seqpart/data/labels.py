@@ -101,10 +101,15 @@ def plain(label: Any) -> Any:
     return label.item() if label.numel() == 1 else label.detach().cpu().numpy()
 
 
-def loss_for(given: LossFunction | None, name: LossName | None, labels: torch.Tensor, form: Form, classes: int) -> LossFunction:
-    """Returns the user's loss, or the one of that name, for labels (rows, ...) or several in a row. Raises DataError."""
+def loss_for(
+    given: LossFunction | None, name: LossName | None, labels: torch.Tensor, form: Form, classes: int, smoothing: float
+) -> LossFunction:  # fmt: skip
+    """Returns the user's loss, or the one of that name with label smoothing, for labels (rows, ...) or several in a row.
+
+    Raises DataError.
+    """
     if not form:
-        return given or loss_named(name, labels, classes)
+        return given or loss_named(name, labels, classes, smoothing)
     if given is None:
         raise DataError(
             f"a row has several labels ({described(form)}), which no loss given by name takes. Give a function "

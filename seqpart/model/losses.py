@@ -5,6 +5,7 @@ own. torch's own cross-entropy expects them in dimension 1, where a language mod
 (rows, classes, H, W) for labels (rows, H, W), and is judged so where the shapes say it.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -31,12 +32,28 @@ def label_dtype(labels: torch.Tensor) -> torch.dtype:
     return labels.dtype if labels.is_floating_point() else torch.int64
 
 
-def loss_named(name: LossName | None, labels: torch.Tensor, classes: int) -> LossFunction:
+def loss_named(name: LossName | None, labels: torch.Tensor, classes: int, smoothing: float = 0.0) -> LossFunction:
     """Returns the named loss for these labels: floats (rows, ...), classes of rows (rows,) or positions (rows, T, ...). For
     cross-entropy floats are the probabilities of classes.
 
-    None: mse for floats, cross-entropy for classes. Raises DataError where the labels are of the other kind.
+    None: mse for floats, cross-entropy for classes. smoothing: the share of every label that all classes get alike. Raises
+    DataError where the labels are of the other kind, and where smoothing goes with no cross-entropy.
     """
+    found = _named(name, labels, classes)
+    if not smoothing:
+        return found
+    if found not in (F.cross_entropy, token_cross_entropy):
+        raise DataError("--label-smoothing goes with cross-entropy, and the loss is another. Leave it out.")
+    return functools.partial(found, label_smoothing=smoothing)
+
+
+def plain_of(loss: Any) -> Any:
+    """Returns a loss without its label smoothing."""
+    smooth = isinstance(loss, functools.partial) and not loss.args and set(loss.keywords) == {"label_smoothing"}
+    return loss.func if smooth else loss
+
+
+def _named(name: LossName | None, labels: torch.Tensor, classes: int) -> LossFunction:
     if name == "bce":
         _refuse_beyond_one(labels)
         return multi_label
@@ -71,12 +88,14 @@ def _classes_last(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return output.movedim(1, -1) if classes_first(tuple(output.shape[1:]), tuple(labels.shape[1:])) else output
 
 
-def token_cross_entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def token_cross_entropy(output: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
     """Mean cross-entropy over all positions: output (rows, T, ..., classes) or (rows, classes, H, W), labels (rows, T, ...) or
-    (rows, H, W). In chunks where classes stand last and are many."""
+    (rows, H, W). In chunks where classes stand last and are many, unless labels are smoothed."""
     if classes_first(tuple(output.shape[1:]), tuple(labels.shape[1:])):
-        return F.cross_entropy(output, labels)
+        return F.cross_entropy(output, labels, label_smoothing=label_smoothing)
     scores, ours = output.flatten(0, -2), labels.flatten()
+    if label_smoothing:
+        return F.cross_entropy(scores, ours, label_smoothing=label_smoothing)
     if output.nbytes <= 2 * _CHUNK or torch.is_autocast_enabled(output.device.type):  # autocast computes it in another type
         return F.cross_entropy(scores, ours)
     return cross_entropy_in_chunks(scores, ours)
@@ -155,7 +174,7 @@ OF_MODULES = nn.CrossEntropyLoss.forward, nn.NLLLoss.forward
 def refuse_unlike(loss: LossFunction, shape: tuple[int, ...], classes: int, labels: torch.Tensor) -> None:
     """Raises DataError where a loss of ours, or torch's cross-entropy, cannot judge outputs of `shape` (one row's) by `labels`
     of `classes` classes."""
-    positions = tuple(labels.shape[1:])
+    positions, loss = tuple(labels.shape[1:]), plain_of(loss)
     of_classes = loss in OF_CLASSES or getattr(type(loss), "forward", None) in OF_MODULES
     if of_classes and labels.is_floating_point() and positions != shape:
         raise DataError(

@@ -34,6 +34,7 @@ from seqpart.model.losses import (
     LossFunction,
     label_dtype,
     partially_separable,
+    plain_of,
     token_cross_entropy,
     without_ones,
 )
@@ -172,7 +173,7 @@ def reduction_of(
 
 def takes_classes_first(loss: LossFunction) -> bool:
     """True for torch's own loss, whose scores have their classes in dimension 1."""
-    return _of_torch(loss) is not None and loss not in (token_cross_entropy, partially_separable)
+    return _of_torch(loss) is not None and plain_of(loss) not in (token_cross_entropy, partially_separable)
 
 
 def said(loss: LossFunction) -> Reduction | None:
@@ -207,7 +208,7 @@ def ignored_label(loss: LossFunction | None) -> int | None:
 
 def _of_torch(loss: Any) -> tuple[torch.Tensor | None, int, str] | None:
     """(class weights, ignored label, reduction) of torch's cross-entropy and NLL losses, and of ours; None for others."""
-    if loss in (token_cross_entropy, partially_separable):
+    if plain_of(loss) in (token_cross_entropy, partially_separable):
         return None, IGNORED, "mean"
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         told = type(loss).forward in OF_MODULES and loss.reduction != "none"

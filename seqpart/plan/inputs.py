@@ -106,7 +106,13 @@ class Inputs:
         self.methods[0].refuse_model(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
         name = settings.loss_name or ("cross-entropy" if are_mixed(train, test) else None)
-        self._final_loss = loss_for(final_loss, name, train.labels, train.label_form, self.classes)
+        if settings.label_smoothing and final_loss is not None:
+            raise OptionError(
+                "--label-smoothing goes with a loss that has a name; found a loss of your own. Let that smooth labels, as "
+                "torch.nn.CrossEntropyLoss(label_smoothing=0.1) does."
+            )
+        smoothing = settings.label_smoothing
+        self._final_loss = loss_for(final_loss, name, train.labels, train.label_form, self.classes, smoothing)
         longest = self.length(max(values_of(settings.epochs)), self.full_batch).epochs
         self.rows_per_pass = self.methods[0].rows_per_pass(
             self._final_loss, (train, test), batch=self.full_batch, epochs=longest,

@@ -1,5 +1,7 @@
 """The loss that a run takes by itself, and what its accuracy is counted from."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.errors import DataError
+from seqpart.errors import DataError, OptionError
 from seqpart.model.losses import (
     IGNORED,
     cross_entropy_in_chunks,
@@ -143,3 +145,43 @@ def test_full_training_asks_its_loss_about_the_last_block_only(shape, regress, t
     data = (x, y.float() if regress else y)
     result = Trainer(model, mem_limit="2GB", method="full", epochs=1, quiet=True, output_dir=tmp_path / "run").fit(data, data)
     assert result.test_loss > 0
+
+
+@pytest.mark.parametrize(("positions", "method"), [((), "streamed"), ((3,), "streamed"), ((), "sil")])
+def test_label_smoothing_is_that_of_torch(positions, method, tmp_path):
+    torch.manual_seed(0)
+    x, y = torch.randn(24, *positions, 6), torch.randint(0, 4, (24, *positions))
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    expected = copy.deepcopy(model)
+    trainer = Trainer(
+        model, mem_limit="3GB", method=method, partitions=2, epochs=1, batch_size=8, micro_batch_size=4, shuffle=False, lr=1e-2,
+        label_smoothing=0.2, quiet=True, offload_dir=tmp_path,
+    )  # fmt: skip
+    result = trainer.fit((x, y), (x, y))
+    found = F.cross_entropy(model(x).flatten(0, -2), y.flatten(), label_smoothing=0.2).item()
+    assert float(result.test_loss) == pytest.approx(found, rel=1e-4)
+    assert trainer.evaluate((x, y)).loss == pytest.approx(found, rel=1e-4)
+    if method == "sil":  # its inner partition has another loss
+        return
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    for at in range(0, 24, 8):
+        optimizer.zero_grad()
+        for rows in (slice(at, at + 4), slice(at + 4, at + 8)):
+            (F.cross_entropy(expected(x[rows]).flatten(0, -2), y[rows].flatten(), label_smoothing=0.2) / 2).backward()
+        optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("loss", "y", "words"),
+    [
+        (None, torch.randn(24, 4), "goes with cross-entropy, and the loss is another"),
+        (F.cross_entropy, torch.arange(24) % 4, "goes with a loss that has a name; found a loss of your own"),
+    ],
+)
+def test_label_smoothing_of_another_loss_is_refused(loss, y, words):
+    given = {"mem_limit": "3GB", "method": "full", "quiet": True}
+    with pytest.raises((DataError, OptionError), match=f"label_smoothing {words}"):
+        Trainer(nn.Sequential(nn.Linear(6, 4)), loss, label_smoothing=0.1, **given).plan((torch.randn(24, 6), y))
+    with pytest.raises(OptionError, match="label_smoothing: expected a share from 0 up to 1"):
+        Trainer(nn.Sequential(nn.Linear(6, 4)), label_smoothing=1.0, **given)
