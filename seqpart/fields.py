@@ -4,16 +4,15 @@ The annotations of the dataclass are used at run time, so that an option is desc
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from seqpart.errors import OptionError
-from seqpart.text import short
+from seqpart.text import nearest, short
 
 T = TypeVar("T")
 PerPartition: TypeAlias = T | tuple[T, ...]
@@ -141,28 +140,6 @@ def per_partition(name: str, given: PerPartition[T], count: int) -> tuple[T, ...
 
 def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def said_of(names: Sequence[str], known: Iterable[str], others: Mapping[str, str] | None = None) -> str:
-    """`names`, none of which is known, and the known ones that they are near to, in words.
-
-    others: names that somebody may think of, and what they should give.
-    """
-    words = {word.strip("-"): word for word in known} | dict(others or {})
-    bare = [name.strip("-") for name in names]
-    near = [[word for word in words if word.startswith(name)] or get_close_matches(name, words, n=1) for name in bare]
-    found = dict.fromkeys(words[word] for nearest in near for word in nearest[:1])
-    return f"{', '.join(names)}." + (f" Did you mean {' and '.join(found)}?" if found else "")
-
-
-def nearest(values: Iterable[object], words: Collection[str]) -> str:
-    """` Did you mean adamw?`, of the first of `values` that is near one of the words; "" where none is."""
-    for value in values:
-        if isinstance(value, str) and value not in words:
-            near = get_close_matches(value.strip().lower(), words, 1)
-            if near:
-                return f" Did you mean {near[0]}?"
-    return ""
 
 
 def joined(problems: Iterable[str]) -> str:

@@ -8,14 +8,14 @@ from typing import Any, Literal, Self
 from seqpart import config
 from seqpart.config import IN_PYTHON, NO_LIMIT, NO_METHOD, Config, given_of
 from seqpart.errors import OptionError
-from seqpart.fields import checked_value, flag_of, joined, out_of_range, said_of, values_of
+from seqpart.fields import checked_value, flag_of, joined, out_of_range, values_of
 from seqpart.methods import METHODS, methods_named
 from seqpart.methods.method import Method
 from seqpart.model.losses import LossName
 from seqpart.model.scheduler import rate_schedule
 from seqpart.schedule import lengths
 from seqpart.schedule.best import criterion_of
-from seqpart.text import refuse_unusable
+from seqpart.text import refuse_unusable, said_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 import errno
 import json
 import stat
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +54,25 @@ def parsed(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def said_of(names: Sequence[str], known: Iterable[str], others: Mapping[str, str] | None = None) -> str:
+    """`names`, none of which is known, and the known ones that they are near to, in words.
+
+    others: names that somebody may think of, and what they should give.
+    """
+    words = {word.strip("-"): word for word in known} | dict(others or {})
+    bare = [name.strip("-") for name in names]
+    near = [[word for word in words if word.startswith(name)] or get_close_matches(name, words, n=1) for name in bare]
+    found = dict.fromkeys(words[word] for nearest in near for word in nearest[:1])
+    return f"{', '.join(names)}." + (f" Did you mean {' and '.join(found)}?" if found else "")
+
+
+def nearest(values: Iterable[object], words: Collection[str]) -> str:
+    """` Did you mean adamw?`, of the first of `values` that is near one of the words; "" where none is."""
+    for value in values:
+        if isinstance(value, str) and value not in words:
+            near = get_close_matches(value.strip().lower(), words, 1)
+            if near:
+                return f" Did you mean {near[0]}?"
+    return ""

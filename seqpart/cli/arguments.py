@@ -21,14 +21,14 @@ from seqpart.checkpoint.marker import MARKER, latest
 from seqpart.checkpoint.resume import as_state, refuse_finished
 from seqpart.config import GROUPS, NO_LIMIT
 from seqpart.errors import CorruptFile, OptionError, in_arguments, resuming
-from seqpart.fields import as_text, checked_value, flags_of, metavar_of, said_of
+from seqpart.fields import as_text, checked_value, flags_of, metavar_of
 from seqpart.files import opened
 from seqpart.report.terminal import wrapped
 from seqpart.schema import as_type
 from seqpart.settings import hints_of
 from seqpart.store.atomic import checked_body
 from seqpart.store.scratch import JOB, has_checkpoint
-from seqpart.text import read_text, refuse_unusable, short
+from seqpart.text import read_text, refuse_unusable, said_of, short
 
 T = TypeVar("T")
 

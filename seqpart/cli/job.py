@@ -13,7 +13,7 @@ from seqpart.data.classes import count_classes
 from seqpart.data.splits import Split, count_tokens
 from seqpart.device.limit import RUNTIME_VARIES, limit_of, refused
 from seqpart.errors import BadInput, DoesNotFit, OptionError
-from seqpart.fields import PerPartition, nearest
+from seqpart.fields import PerPartition
 from seqpart.intake import rows_of
 from seqpart.model.blocks import MOST_BLOCKS
 from seqpart.model.optimizer_trials import OptimizerName
@@ -21,7 +21,7 @@ from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.settings import Settings
 from seqpart.store.scratch import has_checkpoint
-from seqpart.text import read_text, short
+from seqpart.text import nearest, read_text, short
 from seqpart.trainer import Trainer
 from seqpart.units import format_limit, format_size, parse_size
 from seqpart.zoo import datasets, images, libraries, models

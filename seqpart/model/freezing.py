@@ -11,9 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.errors import OptionError
-from seqpart.fields import PerPartition, said_of, values_of
 from seqpart.model.blocks import Block, Factory
-from seqpart.text import short
+from seqpart.text import said_of, short
 
 EXPECTED = "patterns of parameter names with times, such as 'backbone.*=epoch 1,embed.*=update 500'"
 
@@ -41,9 +40,10 @@ class Frozen:
     unfreeze: Mapping[str, Time] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, freeze: PerPartition[str] | None, unfreeze: str | None) -> "Frozen":
+    def of(cls, freeze: str | tuple[str, ...] | None, unfreeze: str | None) -> "Frozen":
         """Raises OptionError for what is no pattern or time."""
-        patterns = [part.strip() for one in (values_of(freeze) if freeze is not None else ()) for part in one.split(",")]
+        given = (freeze,) if isinstance(freeze, str) else freeze or ()
+        patterns = [part.strip() for one in given for part in one.split(",")]
         if "" in patterns:
             raise OptionError(f"--freeze: expected patterns of parameter names, such as backbone.*; found {short(freeze)}.")
         return cls(tuple(patterns), dict(map(_pair, unfreeze.split(","))) if unfreeze is not None else {})

@@ -18,8 +18,7 @@ import torch
 from seqpart.data.labels import as_labels
 from seqpart.data.splits import ROWS_AT_ONCE, Split
 from seqpart.errors import DataError, OptionError
-from seqpart.fields import nearest
-from seqpart.text import refuse_unusable
+from seqpart.text import nearest, refuse_unusable
 from seqpart.zoo import folders, images, text, tokenized
 from seqpart.zoo.libraries import called
 
