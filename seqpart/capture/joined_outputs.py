@@ -146,7 +146,7 @@ class LeftOut:
 
     __getattr__ = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refused
     __rtruediv__ = __pow__ = __neg__ = __lt__ = __gt__ = __len__ = __iter__ = __bool__ = __float__ = __index__ = _refused
-    __eq__ = __ne__ = _refused
+    __eq__ = __ne__ = __call__ = _refused
     __hash__ = object.__hash__
 
     @classmethod
@@ -255,6 +255,8 @@ def changed(tree: Any, change: Callable[[Any], Any]) -> Any:
         return type(tree)(**parts) if all(isinstance(key, str) for key in parts) else type(tree)(parts)  # type: ignore[call-arg]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(changed(part, change) for part in tree))
+    if isinstance(tree, torch.Size):
+        return tuple(changed(part, change) for part in tree)
     if isinstance(tree, list | tuple):
         return type(tree)(changed(part, change) for part in tree)
     if holds_fields(tree):

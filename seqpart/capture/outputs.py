@@ -137,6 +137,11 @@ class Outputs:
         if isinstance(found, torch.Tensor) and (training or not self._found):
             return None
         rows, tensors = recorder.shapes[ROWS][0], [leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            self.why_not = (
+                f"a {type(found).__name__} is not read: expected tuples, lists, dicts, dataclasses, or tensors in them."
+            )
+            return None
         if training not in self._found:
             used = self._tried(found, tensors, rows, training) if total is None else learned_through([total], tensors)
             if used is None:
@@ -153,15 +158,19 @@ class Outputs:
         if not training and True not in self._found:
             return None
         own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-        values = iter([tensor.clone() for tensor in own])  # a loss may write into them
+        copies = [tensor.clone() for tensor in own]  # a loss may write into them
+        values = iter(copies)
         given = changed(found, lambda leaf: next(values) if isinstance(leaf, torch.Tensor) else leaf)
         shape, dtype = self._labels
         try:
             with self._autocast(), generators_left_alone():
                 total = total_of(self._loss(given, torch.zeros((rows, *shape), dtype=dtype)))
+            self._refuse_shared(tensors, [copy._version > 0 for copy in copies])
             return learned_through([total], own)
         except (DataDependentOutputException, DynamicOutputShapeException):  # it came so far; the plan says what is wrong
             return [tensor.requires_grad for tensor in own]
+        except ModelError:
+            raise
         except Exception as error:
             if training:
                 self.why_not = f"{type(error).__name__}: {error}."
@@ -171,6 +180,16 @@ class Outputs:
                 f"evaluation, a {type(found).__name__}: {str(error).splitlines()[0] if str(error) else type(error).__name__}. "
                 "Let it take both, or let the model return the same in both."
             ) from error
+
+    def _refuse_shared(self, tensors: Sequence[torch.Tensor], written: Sequence[bool]) -> None:
+        """Raises ModelError if the loss writes into a tensor that shares its memory with another."""
+        places = [tensor.untyped_storage()._cdata for tensor in tensors]
+        shared = [n for n, (place, wrote) in enumerate(zip(places, written, strict=True)) if wrote and places.count(place) > 1]
+        if shared:
+            raise ModelError(
+                f"loss {name_of(self._given)}: it writes into tensor {shared[0]} of what the model returns, which shares its "
+                "memory with another. Here each has its own: let the loss write into a clone()."
+            )
 
     def _keeps(self, tensors: Sequence[torch.Tensor], used: Sequence[bool], recorder: Recorder, training: bool) -> _Kept:
         """Decides which tensors are joined, left out, and computed from others. used: true for those with a gradient."""

@@ -20,14 +20,16 @@ _ONE_HOT = "calls F.one_hot without num_classes, which looks for the largest lab
 _NUMBER = "reads a number out of a tensor (item(), float(), tolist(), numpy())"
 _BRANCH = "branches on a value (a tensor in an `if` or an `assert`)"
 _SHAPE = "makes a shape of values (a mask as an index, nonzero, unique)"
-_BY_NAME = "looks a value up by its name, where it gets one tensor: what a model returns as `logits` or `out` of several"
+BY_NAME = "looks a value up by its name, where it gets one tensor: what a model returns as `logits` or `out` of several"
 _GRAPH = "goes back through a tensor of the network that it was not given (features that a hook or an attribute keeps)"
+_BETWEEN = "asks for the gradient of one output of the model with respect to another, which are apart here"
 _CURES = {
+    _BETWEEN: "Let the model compute that gradient and return it, or what depends on it.",
     _ONE_HOT: "Give F.one_hot(labels, num_classes=K), with the number of classes as K.",
     _NUMBER: "Let it stay a tensor: detach() in the place of item().",
     _BRANCH: "Give torch.where(condition, one, other) in the place of the `if`; a loss that is not finite ends a run anyway.",
     _SHAPE: "Multiply by the mask and return (sum, count), or label what does not count -100, which cross-entropy leaves out.",
-    _BY_NAME: "Let the model return a dict with that name.",
+    BY_NAME: "Let the model return a dict with that name.",
     _GRAPH: "Let the model return it too, beside its output.",
 }
 _OF_ONE_HOT = ("for target with class probabilities", "to match target batch_size")
@@ -63,7 +65,13 @@ class _Watch(TorchFunctionMode):
         if func is F.one_hot and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1:
             self.asked = self.cannot = _ONE_HOT
         elif func is torch.Tensor.__getitem__ and isinstance(args[1], str):
-            self.cannot = _BY_NAME
+            self.cannot = BY_NAME
+        elif func is torch.autograd.grad:
+            before, self.cannot = self.cannot, _BETWEEN
+            found = func(*args, **kwargs)
+            if all(one is not None for one in found):
+                self.cannot = before
+            return found
         elif func in _CALLS:
             self.asked = _CALLS[func]
             if func in _OUTSIDE_TORCH and not self._values:
@@ -125,6 +133,8 @@ def refuse_borrowed(loss: str, found: Any) -> None:
 
 def _refusal(loss: str, asked: str) -> OptionError:
     expected = "is to be measured on tensors that have shapes and no values"
-    if asked in (_BY_NAME, _GRAPH):
+    if asked == _BETWEEN:
+        expected = "is a function of what the model returns"
+    elif asked in (BY_NAME, _GRAPH):
         expected = "takes the output, one tensor, and the labels"
     return OptionError(f"loss {loss}: expected one that {expected}; found that it {asked}. {_CURES[asked]}")

@@ -241,10 +241,10 @@ def choose(
 def is_spared(no_decay: str, name: str, dimensions: int) -> bool:
     """True if a parameter has no weight decay: by its model's name, or because it is a bias, or the weight of a norm.
 
-    no_decay: patterns between commas. `bias`: parameters of that name; `norm`: others of one dimension or none; or a pattern of
-    names such as `*.embed*`.
+    no_decay: patterns between commas. `bias`: parameters with that in their own name; `norm`: others of one
+    dimension or none; or a pattern of names such as `*.embed*`.
     """
-    is_bias = name.rpartition(".")[2] == "bias"
+    is_bias = "bias" in name.rpartition(".")[2]
     return any(
         is_bias if pattern == "bias" else dimensions < 2 and not is_bias if pattern == "norm" else fnmatchcase(name, pattern)
         for pattern in map(str.strip, no_decay.split(","))

@@ -123,6 +123,8 @@ def _parts(value: Any, within: str = "") -> dict[str, torch.Tensor]:
 
 
 def _one(value: Any) -> torch.Tensor:
+    if isinstance(value, Mapping) and "loss" in value:
+        return _one(value["loss"])
     if isinstance(value, Mapping) and value:
         first, *others = [_one(part) for part in value.values()]
         return sum(others, start=first)
@@ -159,7 +161,8 @@ def reduction_of(
     if known is None or (known.counts is not None and not _is_ours(known.counts)):
         if getattr(loss, "from_layers", False) and batch is not None and not chosen:
             raise _of_the_batch(loss, batch)
-        return _tried(loss, known, shape, dtype, labels, batch, chosen)
+        found = _tried(loss, known, shape, dtype, labels, batch, chosen)
+        return replace(found, tried=False) if chosen and getattr(loss, "of_batch", False) else found
     if _is_ours(known.counts) and labels.is_floating_point() and (tested.is_floating_point() or not len(tested)):
         return BY_ROWS  # of probabilities, whatever the weights
     alike = _is_ours(known.counts) and known.counts.keywords["weight"] is None

@@ -85,6 +85,7 @@ class Scheduler:
             self._scheduler = self._factory(self._optimizer)
         self.waits = isinstance(self._scheduler, ReduceLROnPlateau)
         """True if it steps after each evaluation, by its value."""
+        self.mode = getattr(self._scheduler, "mode", "")
         if not self.waits:
             self._step = _step_of(self._scheduler)
 
@@ -151,13 +152,13 @@ def tune(optimizer: torch.optim.Optimizer, rate: float | Groups) -> None:
 
 
 def refuse_unfit(
-    schedule: str | SchedulerFactory, runs: Iterable[int], builds: Iterable[tuple[Build, bool]], *, tested: bool
+    schedule: str | SchedulerFactory, runs: Iterable[int], builds: Iterable[tuple[Build, bool]], *, tested: bool, larger: bool
 ) -> None:  # fmt: skip
     """Raises OptionError for a scheduler that cannot be built, ends before one of `runs` (numbers of updates), sets a momentum
     later, or waits for evaluations that there are not.
 
     builds: (function that builds an optimizer, True if that keeps no state). tested: true if there are evaluations during the
-    training.
+    training; larger: true if a larger value of them is better.
     """
     if not isinstance(schedule, str):
         for updates, (build, is_bare) in itertools.product(runs, builds):
@@ -166,7 +167,12 @@ def refuse_unfit(
             if scheduler.waits and not tested:
                 raise OptionError(
                     "--lr-schedule: ReduceLROnPlateau steps by the value of each evaluation. Give --eval-every '1 epoch', with "
-                    "test rows and an exact method, or a scheduler that steps after each update."
+                    "test rows and an exact method, or a scheduler that steps after each update, as in a session."
+                )
+            if scheduler.waits and (scheduler.mode == "max") != larger:
+                raise OptionError(
+                    f"--lr-schedule: ReduceLROnPlateau has mode={scheduler.mode!r}, and evaluations are compared by a number "
+                    f"of which {'larger' if larger else 'smaller'} is better (--best-by). Let both say the same."
                 )
             if scheduler.sets_momentum and is_bare:
                 raise OptionError(

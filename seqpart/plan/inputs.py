@@ -20,12 +20,12 @@ from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.device.device import Device, host_memory_free
 from seqpart.device.limit import any_plan_fits, enforced, limit_of, margin_of, warm_up
-from seqpart.errors import DataError, DoesNotFit, OptionError
+from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
 from seqpart.fields import as_text, per_partition, values_of
 from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
-from seqpart.model.loss_probe import judging
+from seqpart.model.loss_probe import BY_NAME, judging
 from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
 from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_joint, refuse_unknown, refuse_unlike_pieces, scheduled
 from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, reduction_of
@@ -39,6 +39,7 @@ from seqpart.profile.initial_weights import initial_weights
 from seqpart.profile.machine import MEASURED, existing
 from seqpart.profile.partition import LossCost
 from seqpart.profile.trials import Trials
+from seqpart.schedule.best import criterion_of
 from seqpart.schedule.lengths import AT_THE_END, Length, length_of, refuse_endless_warmup
 from seqpart.settings import Settings
 from seqpart.store.layout import TensorSpec
@@ -136,6 +137,8 @@ class Inputs:
         except (DataError, OptionError) as error:
             if not self._why_not:
                 raise
+            if BY_NAME in error.with_flags:
+                raise ModelError(f"the loss fails on what the model returns: {self._why_not}") from error
             raise type(error)(f"{error.with_flags} On all that the model returns it failed too: {self._why_not}") from error
 
     @property
@@ -320,7 +323,9 @@ class Inputs:
         refuse_endless_warmup(self.settings.warmup_updates, runs)
         tested = self.exact and self.settings.tests != AT_THE_END
         builds = [(one.build, one.is_bare) for one in self.possible_optimizers()]
-        refuse_unfit(self.settings.lr_schedule, runs.values(), builds, tested=tested)
+        refuse_unfit(
+            self.settings.lr_schedule, runs.values(), builds, tested=tested, larger=criterion_of(self.settings.best_by).larger
+        )
 
     def _updates(self, epochs: float, batch: int) -> int:
         return self.length(epochs, batch).updates

@@ -36,8 +36,8 @@ ADD_UP = {
         lambda out, y: F.cross_entropy(out[0], y) + out[1],
     ),
     "what is counted": (
-        lambda net, h, s, v: (s, (h > 0).sum(), len(h)),
-        lambda out, y: F.cross_entropy(out[0], y) + 0 * out[1] / out[2],
+        lambda net, h, s, v: (s, (h > 0).sum(), h.shape),
+        lambda out, y: F.cross_entropy(out[0], y) + 0 * out[1] / out[2][0],
     ),
 }
 DO_NOT = {
@@ -137,6 +137,17 @@ def test_a_number_from_inside_a_layer_needs_a_micro_batch_that_the_limit_does_no
     model, expected = balanced(), balanced()
     trained(model, balance, (X, Y), tmp_path, micro_batch_size=4, epochs=1)
     same(model, in_parts(expected, balance))
+
+
+def test_a_micro_batch_that_was_given_is_kept_to_also_where_a_trial_adds_up(tmp_path):
+    """The penalty is 0 in the trial, and was compared with that of whole batches later, which ended the run."""
+
+    def loss(out, y):
+        return F.cross_entropy(out[0], y) + F.relu(out[1] - 1e3) + F.relu(100 * (1e3 - out[1])) * (out[0].abs().max() > 4)
+
+    torch.manual_seed(0)
+    model = Net(lambda net, h, s, v: (s, 20 * v.mean()))
+    trained(model, loss, (X, Y), tmp_path, micro_batch_size=4, lr=0.1)
 
 
 def test_a_number_from_inside_a_layer_that_the_loss_leaves_out_does_no_harm(tmp_path):

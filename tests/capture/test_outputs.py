@@ -3,6 +3,7 @@
 import copy
 from collections import namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,6 +203,53 @@ def test_metrics_get_what_the_model_returns(tmp_path):
     assert result.metrics["size"] == pytest.approx(model.eval()(X)["heads"][1].abs().mean().item(), rel=1e-4)
 
 
+def test_a_dict_with_the_sum_as_loss_trains_by_that(tmp_path):
+    """As Lightning returns it: the sum was added to its own parts."""
+
+    def parts(out, y):
+        found = {"classes": F.cross_entropy(out[0], y), "size": out[1].square().mean()}
+        return {"loss": sum(found.values()), **found}
+
+    torch.manual_seed(0)
+    model = Net(lambda net, h, s, v: (s, v))
+    expected = plain(copy.deepcopy(model), two, (X, Y))
+    result = trained(model, parts, (X, Y), tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+    assert result.metrics["loss/loss"] == pytest.approx(float(result.test_loss), rel=1e-5)
+
+
+REFUSED = {
+    "it writes into tensor 0 of what the model returns, which shares its memory": (
+        lambda net, h, s, v: (s, s[:, :2]),
+        lambda out, y: F.cross_entropy(out[0].mul_(2), y) + out[1].square().mean(),
+    ),
+    "asks for the gradient of one output of the model with respect to another": (
+        lambda net, h, s, v: (s, h),
+        lambda out, y: (
+            F.cross_entropy(out[0], y)
+            + sum(
+                one.square().mean()
+                for one in torch.autograd.grad(out[0].sum(), out[1], create_graph=True, allow_unused=True)
+                if one is not None
+            )
+            if out[0].requires_grad
+            else F.cross_entropy(out[0], y)
+        ),
+    ),
+    "a SimpleNamespace is not read: expected tuples, lists, dicts, dataclasses": (
+        lambda net, h, s, v: SimpleNamespace(scores=s),
+        lambda out, y: F.cross_entropy(out.scores, y),
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_a_loss_cannot_have_of_outputs_is_refused_in_words(words, tmp_path):
+    form, loss = REFUSED[words]
+    with pytest.raises((ModelError, OptionError, DataError), match=words):
+        trained(Net(form), loss, (X, Y), tmp_path)
+
+
 def test_a_dict_of_losses_is_reported_by_name(tmp_path):
     class Seen:
         def __init__(self):
@@ -240,7 +288,7 @@ def test_a_loss_that_fails_either_way_is_quoted(tmp_path):
 def test_a_mistake_in_a_loss_is_quoted_where_it_fails_on_the_logits_too(tmp_path):
     """It was hidden: the message was about the logits alone."""
     model = Net(lambda net, h, s, v: {"logits": s, "value": v})
-    with pytest.raises((DataError, OptionError), match=r"On all that the model returns it failed too: KeyError: 'valeu'"):
+    with pytest.raises(ModelError, match=r"the loss fails on what the model returns: KeyError: 'valeu'"):
         trained(model, lambda out, y: F.cross_entropy(out["logits"], y) + out["valeu"].mean(), (X, Y), tmp_path)
 
 

@@ -246,6 +246,11 @@ def test_one_that_waits_for_evaluations_steps_by_their_loss(tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(start.parameters(), expected.parameters(), strict=True))
 
 
+def test_one_that_waits_for_a_larger_number_needs_one_of_which_larger_is_better(tmp_path):
+    with pytest.raises(OptionError, match=r"ReduceLROnPlateau has mode='max', and .*of which smaller is better"):
+        trained(tmp_path, lambda own: lr_scheduler.ReduceLROnPlateau(own, mode="max"), eval_every="1 epoch")
+
+
 REFUSED = {
     r"ReduceLROnPlateau steps by the value of each evaluation. Give eval_every": lr_scheduler.ReduceLROnPlateau,
     r"its step 8 failed \(does it end before the run's last update\?\): ValueError": falls_short,
