@@ -219,6 +219,7 @@ def test_partitions_of_sil_have_each_their_own_average_of_their_own_updates(tmp_
     assert set(load_file(one.average)) == set(load_file(one.weights))
 
 
+@pytest.mark.own_process  # what other tests have left differs between two plans
 def test_the_plan_counts_it_like_a_moment(tmp_path):
     def planned(**options):
         model = [lambda: nn.Linear(6, 4096, bias=False), lambda: nn.Linear(4096, 4, bias=False)]
@@ -228,7 +229,7 @@ def test_the_plan_counts_it_like_a_moment(tmp_path):
     weights = 4 * (6 * 4096 + 4096 * 4)
     assert with_it.full_state - without.full_state == weights
     grown = (with_it.peak - with_it.runtime) - (without.peak - without.runtime)
-    assert abs(grown - weights) <= 16 * 4096  # pages that a process which ran other tests holds differ between two plans
+    assert 0 <= grown - weights <= 8192
     assert with_it.disk_bytes - without.disk_bytes >= weights
 
 
