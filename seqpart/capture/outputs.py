@@ -25,14 +25,7 @@ from seqpart.capture.joined_outputs import (
     carried,
     changed,
 )
-from seqpart.capture.program import (
-    OfRows,
-    Ref,
-    followed,
-    following,
-    leaves,
-    opened,
-)
+from seqpart.capture.program import OfRows, Ref, followed, following, leaves, opened
 from seqpart.capture.recorder import CONSTANTS, Recorder
 from seqpart.capture.sources import Computed, learned_through, sources_of
 from seqpart.errors import ModelError
@@ -114,17 +107,19 @@ class Outputs:
         name = recorder.name(tensor)
 
         def follows(number: int) -> bool:
-            return self._is_of_rows(number, recorder, training) and (training, number) not in self._compares
+            of_rows = self._is_of_rows(recorder.shapes[number], number, recorder, training)
+            return of_rows and (training, number) not in self._compares
 
-        if isinstance(name, str) or name not in following(ROWS, recorder.ops) or follows(name):
+        if isinstance(name, str) or follows(name) or name not in following(ROWS, recorder.ops):  # the last looks at all ops
             return None
         found = sources_of(name, recorder, follows)
         self._computes |= found is not None
         return found
 
-    def _is_of_rows(self, number: int, recorder: Recorder, training: bool) -> bool:
-        shape, rows = recorder.shapes[number], recorder.shapes[ROWS][0]
-        return bool(shape) and shape[0] > 0 and not shape[0] % rows and (training, number) not in self._fixed
+    def _is_of_rows(self, shape: Sequence[int], name: int | str, recorder: Recorder, training: bool) -> bool:
+        """True if the first dimension of a tensor of that shape and number or name seems to follow the rows."""
+        rows = recorder.shapes[ROWS][0]
+        return bool(shape) and shape[0] > 0 and not shape[0] % rows and (training, name) not in self._fixed
 
     def prepare(
         self, found: Any, recorder: Recorder, *, training: bool, total: torch.Tensor | None = None
@@ -219,8 +214,9 @@ class Outputs:
         name = recorder.name(tensor)
         if (training, name) in self._compares:
             return COMPARES
-        of_batch = not isinstance(name, str) and name in following(ROWS, recorder.ops)
-        return OF_BATCH if of_batch and not self._is_of_rows(int(name), recorder, training) else ""
+        if self._is_of_rows(tensor.shape, name, recorder, training):
+            return ""
+        return OF_BATCH if name in following(ROWS, recorder.ops) else ""
 
     def _described(self, found: Any, tensors: Sequence[torch.Tensor], recorder: Recorder, training: bool) -> Returned:
         kept = self._kept[training]
@@ -259,8 +255,7 @@ class Outputs:
 
     def _part(self, tensor: torch.Tensor, recorder: Recorder, training: bool, dtype: torch.dtype) -> Part:
         rows = recorder.shapes[ROWS][0]
-        of_rows = tensor.ndim and tensor.shape[0] and not tensor.shape[0] % rows
-        of_rows = of_rows and (training, recorder.name(tensor)) not in self._fixed
+        of_rows = self._is_of_rows(tensor.shape, recorder.name(tensor), recorder, training)
         shape = tuple(tensor.shape[1:] if of_rows else tensor.shape)
         times = tensor.shape[0] // rows if of_rows else 0
         width = tensor.numel() // rows if of_rows else tensor.numel()

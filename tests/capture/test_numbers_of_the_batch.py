@@ -187,7 +187,7 @@ OWN = {
 }
 
 
-def plain_own(model, rows=BATCH):
+def plain_own(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     for at in range(0, ROWS, BATCH):
         optimizer.zero_grad()
