@@ -20,7 +20,7 @@ def refuse_no_loss(loss: object) -> None:
     if isinstance(loss, type):
         raise OptionError(f"{expected}; found the class {loss.__name__}. Give {loss.__name__}().")
     if loss is not None and not isinstance(loss, str) and not callable(loss):
-        raise OptionError(f"{expected}; found {short(loss)}.")
+        raise OptionError(f"{expected}, or a dict of functions by the names of a session's steps; found {short(loss)}.")
     if isinstance(loss, nn.Module) and (learn := [name for name, one in loss.named_parameters() if one.requires_grad]):
         raise OptionError(
             f"loss: expected one without trainable parameters; found {type(loss).__name__} with the parameter {learn[0]}, "

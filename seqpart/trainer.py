@@ -2,12 +2,12 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from seqpart.arguments import (
     refuse_no_loss,
@@ -20,6 +20,7 @@ from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
 from seqpart.data.reading import with_fewer_workers
 from seqpart.data.splits import Split, first_rows
+from seqpart.data.step_losses import StepLosses
 from seqpart.data.unlabelled import WithoutLabels, needs_labels
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
@@ -32,7 +33,7 @@ from seqpart.interrupts import like_ctrl_c
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.freezing import Freezing
 from seqpart.model.inspection import KeptModes
-from seqpart.model.losses import LossChoice
+from seqpart.model.losses import LossChoice, LossFunction
 from seqpart.model.metrics import ComputeMetrics, own_metrics
 from seqpart.model.optimizer_trials import Build
 from seqpart.model.optimizers import describe, refuse_divided, refuse_rateless
@@ -52,6 +53,7 @@ from seqpart.runtime.result import Evaluation, Result, carry_out, with_average
 from seqpart.runtime.run import Run
 from seqpart.runtime.tracking import traced, tracked
 from seqpart.runtime.training_session import TrainingSession, loop_settings
+from seqpart.runtime.turns import Turns
 from seqpart.runtime.weight_store import refuse_taken_places
 from seqpart.schedule.best import LoopState
 from seqpart.schedule.lengths import refuse_untested
@@ -82,7 +84,8 @@ class Trainer:
         - a sum: micro-batches are added as they are.
         Losses that do not say which are tried on a small batch, whole and in two parts; one whose parts do not add up in
         any of these ways needs `micro_batch_size` = `batch_size`. "model" is the loss that the model computes itself when its
-        forward is given `labels`: the y of (x, y), shaped and shifted as it expects them.
+        forward is given `labels`: the y of (x, y), shaped and shifted as it expects them. A dict has a function for each
+        step of a `session` by name.
     optimizer: `adamw` (the default), `adam`, `sgd`, `adafactor`, or a function from a list of parameters to a torch optimizer,
         or to a list of several; one whose parameter is called `named_parameters` gets pairs (name, parameter).
     padding: how rows of several lengths are padded, in all data. None: all rows have one length.
@@ -94,11 +97,13 @@ class Trainer:
     """
 
     def __init__(
-        self, model: object, loss: LossChoice = None, optimizer: str | Build | None = None,
+        self, model: object, loss: LossChoice | Mapping[str, LossFunction] = None, optimizer: str | Build | None = None,
         *, padding: Padding | None = None, settings: Settings | None = None, quiet: bool = False, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         refuse_no_modules(model)
-        refuse_no_loss(loss)
+        self._steps = steps = StepLosses(loss) if isinstance(loss, Mapping) else None
+        one = cast(LossChoice, loss) if steps is None else steps
+        refuse_no_loss(one)
         refuse_optimizer(optimizer)
         given: dict[str, Any] = {**options}
         self._optimizer = None
@@ -107,20 +112,20 @@ class Trainer:
             self._optimizer = describe(getattr(optimizer, "__name__", ""), optimizer)
         elif optimizer is not None:
             given["optimizer"] = optimizer
-        if isinstance(loss, str) and loss != "model":
-            given["loss"], loss = loss, None
+        if isinstance(one, str) and one != "model":
+            given["loss"], one = one, None
         if settings is not None and given:
             raise OptionError(f"settings brings every option with it: leave {', '.join(sorted(given))} out, or settings.")
         settings = (settings or Settings.of(**given)).placed()
         if self._optimizer is not None:
             refuse_divided(self._optimizer, settings.divides_weights)
             refuse_rateless(self._optimizer, settings.lr_schedule, settings.warmup_updates)
-        if loss is not None and settings.loss is not None:
+        if one is not None and settings.loss is not None:
             raise OptionError(f"loss: settings name one, {settings.loss}, and another was given. Leave one out.")
-        self._labelled = needs_labels(loss)
+        self._labelled = needs_labels(one) if steps is None else steps.labelled
         """False if data may come without labels."""
-        loss = loss if self._labelled or loss == "model" else WithoutLabels(loss)
-        self.model, self._loss, self._quiet, self._padding = model, loss, quiet, as_padding(padding)
+        one = one if self._labelled or one == "model" or steps is not None else WithoutLabels(one)
+        self.model, self._loss, self._quiet, self._padding = model, one, quiet, as_padding(padding)
         self.device = open_device(settings.device)
         if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time
             settings = replace(settings, mem_limit=limit_of(settings.mem_limit, self.device))
@@ -260,6 +265,8 @@ class Trainer:
         damaged checkpoints, Diverged if a loss is no longer finite, Interrupted when a signal (SIGINT, SIGTERM, SIGHUP;
         in the main thread) came and the run was saved.
         """
+        if self._steps is not None:
+            raise OptionError("fit: expected one loss; found one for each step of a session. Make the steps in `session`.")
         while True:
             try:
                 return self._fit(train, test, reuse, resume, reporter, job, before_update, callbacks, compute_metrics)
@@ -351,11 +358,13 @@ class Trainer:
         return found
 
     @contextmanager
-    def session(self, example: object) -> Iterator[TrainingSession]:
+    def session(self, example: object, *, learns: Mapping[str, str | Sequence[str]] | None = None) -> Iterator[TrainingSession]:
         """Opens your own loop under the limit: `with trainer.session(example) as session: loss = session.step(batch)`.
 
         example: (x, y), a data set or a loader, with rows like those of the batches; it, or a loader's first batch, has at
             least `batch_size` rows, the most that a batch may have. With `padding` "longest" its longest row sets the length.
+        learns: for losses by step, {name of the step: patterns of the names of parameters that it trains}, such as
+            {"d": "D.*", "g": "G.*"}: `session.step("d", batch)`. Without it each step trains all.
 
         The method is an exact one, whose step is bit-identical to a plain loop's. The plan is for these steps and
         `session.evaluate`. Memory that the loop itself holds counts against the limit; the plan knows only what it held before.
@@ -383,7 +392,7 @@ class Trainer:
                 planner, prepared = self._fitting(stack, prepare, plan)
             reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (self.settings.max_steps or 1)))
             silent = stack.enter_context(closing(WarningsAlone()))
-            loop = TrainingSession(self.device, folder, rows, self.settings, padding)
+            loop = TrainingSession(self.device, folder, rows, self.settings, Turns(self._steps, learns), padding)
             run = Run(planner, prepared, silent, sampler, stack, observer=loop.observer)
             silent.close()  # a log of every step would grow without end
             with run.limited(rows=False), closing(loop):

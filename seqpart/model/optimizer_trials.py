@@ -330,7 +330,8 @@ def _seen(knowledge: Knowledge, parameter: nn.Parameter) -> tuple[str, bool, dic
         return ["t", path]
 
     found = knowledge.of(parameter, knowledge.common(), keep)
-    text = repr([(sorted(state or "d", key=repr), *rest) for state, *rest in found])
+    # Optimizers that know nothing of it do not count: a function may leave out those that have no parameters.
+    text = repr([(sorted(state or "d", key=repr), *rest) for state, *rest in found if state or any(rest)])
     return text, any(any(rest) for _, *rest in found), tensors
 
 

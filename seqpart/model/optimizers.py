@@ -410,8 +410,8 @@ def _built(build: Build, parameters: list[Any]) -> torch.optim.Optimizer:
     """Returns what `build` makes of these parameters: one optimizer, also where it returns several."""
     with without_compiler(), empty_allowed():
         found = build(parameters)
-    if isinstance(found, list | tuple) and found and all(isinstance(one, torch.optim.Optimizer) for one in found):
-        return Several(found)
+        if isinstance(found, list | tuple) and all(isinstance(one, torch.optim.Optimizer) for one in found):
+            return Several(found)  # of none, where the function has none for these names
     return found
 
 
@@ -444,7 +444,7 @@ def _described(choice: Optimizer) -> Optimizer:
         for free in (True, False)
     )
     names = "+".join(type(part).__name__ for part in parts_of(optimizer) if type(part) is not Several)
-    has_rate = any("lr" in group for group in optimizer.param_groups)
+    has_rate = optimizer.param_groups == [{"params": []}] or any("lr" in group for group in optimizer.param_groups)
     return replace(choice, name=choice.name or names, options=options, tuned=tuned, has_rate=has_rate)
 
 

@@ -8,6 +8,7 @@ parameter can be changed, which holds from the next update on.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from seqpart.model.tensors import tensors_of
 from seqpart.profile.blocks import BlockCost
 from seqpart.schedule.best import LoopState
 from seqpart.store.layout import TensorSpec
+from seqpart.text import short
 
 _SAID = {"__get__": {"grad", "grad_fn", "is_leaf", "requires_grad", "names"}, "__set__": {"requires_grad"}}
 """Attributes that a tensor answers itself while its values are away."""
@@ -156,6 +158,22 @@ class Pauses:
         for block, name in (self._planned[label] for label in self._late.pop(update, ())):
             self.changed = self.changed or not block.learns.get(name, True)
             block.learns[name] = True
+
+    def let_learn(self, patterns: Sequence[str]) -> None:
+        """Lets those parameters learn that the plan has room for and that match one of the patterns, and no others."""
+        for label, (block, name) in self._planned.items():
+            learns = any(fnmatchcase(label, pattern) for pattern in patterns)
+            self.changed = self.changed or learns != block.learns.get(name, True)
+            block.learns[name] = learns
+
+    def refuse_strangers(self, learns: Mapping[str, Sequence[str]]) -> None:
+        """Raises OptionError for a step in which nothing would learn. learns: {name of a step: patterns}."""
+        for step, patterns in learns.items():
+            if not any(fnmatchcase(label, pattern) for label in self._planned for pattern in patterns):
+                raise OptionError(
+                    f"learns: expected patterns that match parameters of the model, such as {next(iter(self._planned))}; found "
+                    f"{short(', '.join(patterns))} for step {step!r}."
+                )
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -5,10 +5,11 @@ comes, with the partitions that stay still on the device. A batch with another n
 save everything to the homes first.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -30,6 +31,8 @@ from seqpart.plan.planner import ExecutionPlan
 from seqpart.runtime.observer import Observer
 from seqpart.runtime.result import Evaluation
 from seqpart.runtime.run import Run
+from seqpart.runtime.turns import Turns
+from seqpart.runtime.weight_changes import change_weights
 from seqpart.schedule.lengths import AT_THE_END
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Position
@@ -82,10 +85,10 @@ class TrainingSession:
     """
 
     def __init__(
-        self, device: Device, folder: Path, example: Split, settings: Settings, padding: Padding | None = None
+        self, device: Device, folder: Path, example: Split, settings: Settings, turns: Turns, padding: Padding | None = None
     ) -> None:  # fmt: skip
         self._device, self._folder, self._example, self._most = device, folder, example, settings.max_steps
-        self._settings, self._padding = settings, padding
+        self._settings, self._padding, self._turns = settings, padding, turns
         self._steps: Generator[None, None, None] | None = None
         self._batch_rows = self.updates = 0
         """updates: number of finished updates."""
@@ -104,6 +107,7 @@ class TrainingSession:
         self._rows = FedRows(session.prepared.input_layout, self._example.count, self._device)
         session.homes.boundaries.keep_in_memory(())  # an evaluation may have any number of rows
         session.homes.boundaries.passing["train"] = self._rows
+        self._turns.begin(session)
         self._pause.enter_context(session.pauses.pause())
 
     def _shaped(self, planned: ExecutionPlan) -> ExecutionPlan:
@@ -131,8 +135,6 @@ class TrainingSession:
         try:
             self._pause.close()
             with self._at_work():
-                if self._session.pauses.changed:
-                    self._bring_home()
                 yield
         finally:
             if not self._ended:
@@ -180,11 +182,11 @@ class TrainingSession:
         self._steps, self._rows.fed = None, left
         return left
 
-    def step(self, batch: object, *others: object) -> float:
-        """Makes one update with the rows of `batch`, (x, y) or a dict with `labels`, no more than the example had. Returns its
-        loss before the update: the mean over the rows, or over what the loss counted of them. It takes no other arguments."""
-        if others:
-            raise DataError("step: expected one batch; found several arguments. Give x and y as one: step((x, y)).")
+    def step(self, *given: object) -> float:
+        """Makes one update with the rows of a batch, (x, y) or a dict with `labels`, no more than the example had: step(batch),
+        or step(name, batch) where losses have names. Returns its loss before the update: the mean over the rows, or over what
+        the loss counted of them."""
+        name, batch = self._turns.batch_of(given)
         split = batch_rows(batch, padding=self._padding, form=self._example.form, labelled=self._example.labelled)
         self._refuse_unlike(split)
         if split.count > self._example.count:
@@ -197,7 +199,8 @@ class TrainingSession:
         with self._working():
             with self._refusing():
                 self._rows.feed(split)
-            if self._steps is None or split.count != self._batch_rows:
+            self._turns.take(name)
+            if self._steps is None or split.count != self._batch_rows or self._session.pauses.changed:
                 self._begin_batches_of(split.count)
             assert self._steps is not None
             next(self._steps)
@@ -245,7 +248,7 @@ class TrainingSession:
         session = self._session
         split = kept_rows(data, self._settings, self._padding, labelled=self._example.labelled)
         self._refuse_unlike(split)
-        with self._working():
+        with self._working(), self._turns.together():
             self._bring_home()
             boundaries = session.homes.boundaries
             boundaries.discard("test", 0)  # left by an evaluation that an error ended
@@ -265,6 +268,22 @@ class TrainingSession:
             assert session.test is not None
             (found,) = session.watch.taken()
             return Evaluation(loss=found.loss, accuracy=found.accuracy, proof=session.proof(), metrics=found.metrics)
+
+    def change_weights(self, rule: Callable[..., Any], *parts: str) -> None:
+        """Calls rule(parameter, ...) for each parameter of a part of the model, by name ("teacher"; "" is the whole model), and
+        with those of the same name in the other parts. It changes the first in place, without gradients, or returns its new
+        value: change_weights(lambda t, s: t.lerp_(s, 0.01), "teacher", "student").
+
+        Everything is saved to the homes first. Raises ModelError for parts that do not match."""
+        if not parts:
+            raise OptionError('change_weights: expected a rule and parts of the model by name, or "" for all of it.')
+        with self._working():
+            self._bring_home()
+            self._untouched = True
+            change_weights(self._session.prepared, self._session.homes.store, rule, parts, self._touched)
+
+    def _touched(self) -> None:
+        self._untouched = False
 
     def export(self, weights: str | Path) -> Path:
         """Writes the current model as a safetensors file with its own parameter names. Returns its path."""

@@ -1,0 +1,127 @@
+"""`session.change_weights`: rules between weights at home."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.errors import ModelError, OptionError
+
+WAYS = [{"method": "full"}, {"method": "streamed", "partitions": 3}, {"method": "auto"}]
+MOVE = 0.1
+
+
+class Followed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 4))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, one, other):
+        return self.head(self.student(one)), self.teacher(other)
+
+
+def loss(output):
+    return (output[0] - output[1]).square().mean()
+
+
+def model():
+    torch.manual_seed(2)
+    return Followed()
+
+
+def batches(count=3):
+    numbers = torch.Generator().manual_seed(5)
+    return [{name: torch.randn(12, 5, generator=numbers) for name in ("one", "other")} for _ in range(count)]
+
+
+def session(folder, both, **options):
+    options = {"mem_limit": "2GB", "method": "full", "batch_size": 12, "micro_batch_size": 12, "lr": 1e-2, **options}
+    return Trainer(both, loss, offload_dir=folder / "homes", quiet=True, **options).session(batches(1)[0])
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.few(2)
+def test_a_teacher_that_follows_its_student_has_the_bits_of_a_plain_loop(options, tmp_path):
+    found, plain = model(), model()
+    with session(tmp_path, found, **options) as steps:
+        for batch in batches():
+            steps.step(batch)
+            steps.change_weights(lambda teacher, student: teacher.lerp_(student, MOVE), "teacher", "student")
+        steps.change_weights(lambda weight: weight.clamp(-0.2, 0.2), "head")
+    step = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0, fused=True)
+    for batch in batches():
+        step.zero_grad()
+        loss(plain(**batch)).backward()
+        step.step()
+        with torch.no_grad():
+            for teacher, student in zip(plain.teacher.parameters(), plain.student.parameters(), strict=True):
+                teacher.lerp_(student, MOVE)
+    with torch.no_grad():
+        for weight in plain.head.parameters():
+            weight.clamp_(-0.2, 0.2)
+    expected = plain.state_dict()
+    assert [name for name, tensor in found.state_dict().items() if not torch.equal(tensor, expected[name])] == []
+
+
+def test_blocks_that_factories_build_are_changed_too(tmp_path):
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    trainer = Trainer(
+        [lambda: nn.Linear(4, 4), nn.ReLU, lambda: nn.Linear(4, 4)], mem_limit="2GB", method="streamed", partitions=2,
+        batch_size=8, quiet=True, offload_dir=tmp_path,
+    )  # fmt: skip
+    with trainer.session((x, y)) as steps:
+        steps.step((x, y))
+        before = steps.state_dict()
+        steps.change_weights(lambda one, other: one.copy_(other), "2", "0")
+        after = steps.state_dict()
+    assert torch.equal(after["2.weight"], before["0.weight"]) and not torch.equal(before["2.weight"], before["0.weight"])
+    assert torch.equal(after["0.bias"], before["0.bias"])
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "words"),
+    [
+        (("mentor", "student"), ModelError, "expected parts of the model with parameters, such as student; found 'mentor'"),
+        (("teacher", "head"), ModelError, "found 0.weight in teacher or head alone, or unlike"),
+        ((), OptionError, "expected a rule and parts of the model by name"),
+        (("head",), TypeError, "missing 1 required positional argument"),
+    ],
+    ids=["no part", "unlike parts", "nothing", "a rule of two"],
+)
+def test_a_rule_that_cannot_be_applied_leaves_the_session_as_it_was(parts, error, words, tmp_path):
+    both = model()
+    with session(tmp_path, both) as steps:
+        loss_before = steps.step(batches(1)[0])
+        before = steps.state_dict()
+        with pytest.raises(error, match=re.escape(words)):
+            steps.change_weights(lambda one, other: one.zero_(), *parts)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in steps.state_dict().items())
+        assert steps.step(batches(1)[0]) < loss_before
+
+
+def test_what_a_rule_changed_is_not_lost_where_the_next_step_fails(tmp_path):
+    class Failing(nn.Module):
+        fails = False
+
+        def forward(self, x):
+            if Failing.fails:
+                raise RuntimeError("as asked")
+            return x
+
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    model = [nn.Linear(4, 4), Failing(), nn.Linear(4, 4)]
+    trainer = Trainer(model, mem_limit="2GB", method="streamed", partitions=2, batch_size=8, quiet=True, offload_dir=tmp_path)
+    with trainer.session((x, y)) as steps:
+        steps.step((x, y))
+        steps.change_weights(lambda weight: weight.fill_(0.25), "0")
+        Failing.fails = True
+        with pytest.raises(Exception, match="as asked"):
+            steps.step((x, y))
+        Failing.fails = False
+        assert steps.state_dict()["0.weight"].unique().tolist() == [0.25]
