@@ -236,6 +236,10 @@ class Data:
     Default: the DataLoader's num_workers, and 0 without one."""
 
 
+ON_CALL = "on call"
+"""Value of `save_every` in a session that has an output directory: it saves a checkpoint when it is told to."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Files:
     """The directories of a run, and its checkpoints."""
@@ -254,7 +258,8 @@ class Files:
 
     @property
     def saves(self) -> bool:
-        return self.save_every != "never"
+        """True if the run saves checkpoints by itself."""
+        return self.save_every not in ("never", ON_CALL)
 
     @property
     def saving(self) -> tuple[int | None, float | None]:

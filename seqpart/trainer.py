@@ -358,24 +358,33 @@ class Trainer:
         return found
 
     @contextmanager
-    def session(self, example: object, *, learns: Mapping[str, str | Sequence[str]] | None = None) -> Iterator[TrainingSession]:
+    def session(
+        self, example: object, *, learns: Mapping[str, str | Sequence[str]] | None = None, resume: str | Path | None = None
+    ) -> Iterator[TrainingSession]:
         """Opens your own loop under the limit: `with trainer.session(example) as session: loss = session.step(batch)`.
 
         example: (x, y), a data set or a loader, with rows like those of the batches; it, or a loader's first batch, has at
             least `batch_size` rows, the most that a batch may have. With `padding` "longest" its longest row sets the length.
         learns: for losses by step, {name of the step: patterns of the names of parameters that it trains}, such as
             {"d": "D.*", "g": "G.*"}: `session.step("d", batch)`. Without it each step trains all.
+        resume: the directory of a session that was saved, or one of its checkpoint files: `session.updates` of its updates are
+            done, and with the batches that come after them all bits are those of a session that went on. Model and settings
+            must be the same, as for `fit`.
 
         The method is an exact one, whose step is bit-identical to a plain loop's. The plan is for these steps and
         `session.evaluate`. Memory that the loop itself holds counts against the limit; the plan knows only what it held before.
         `session.state_dict()` and `session.export(FILE)` give the current weights; modules passed built have them after
-        the `with` block. Nothing else is kept: only the loop's owner knows what comes next, so it has no checkpoints.
+        the `with` block. `session.save()` saves a checkpoint in `output_dir`; it does not know what your loop has read.
 
         Raises what `fit` raises; OptionError for settings that only `fit` uses.
         """
         with ExitStack() as stack:
-            folder = stack.enter_context(own_folder(self.scratch_parent, "session-"))
+            beside = self.settings.output_dir.parent if self.settings.output_dir is not None else Path("runs")
+            folder = stack.enter_context(own_folder(self.settings.offload_dir or beside, "session-"))
             settings, reporter = loop_settings(self.settings, folder), Reporter(quiet=self._quiet)
+            refuse_taken_places(self.settings.output_dir, resume, overwrite=settings.overwrite)
+            resumed = None if resume is None else resume_point_of(Path(resume).absolute(), settings, session=True)
+            kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
             padding = for_data(self._padding, (example,))
             rows = largest_batch(example, settings, padding, labelled=self._labelled)
             opening = ExitStack()
@@ -385,15 +394,18 @@ class Trainer:
                 return Planner(
                     model, settings, rows, rows_of_a_window(rows), self.device, final_loss=self._loss,
                     optimizer=self._optimizer, folder=folder, whole=False,
+                    resumes=resumed is not None and resumed.manifest is not None,
                 )  # fmt: skip
 
             with translate_oom(self.device, "the session was planned"):
-                plan = partial(self._planned, sampler, Planner.planned)
-                planner, prepared = self._fitting(stack, prepare, plan)
+                plan = partial(self._planned, sampler, Planner.planned if resumed is None else resumed.planned)
+                planner, prepared = self._fitting(
+                    stack, prepare, plan, resumed.plan if resumed is not None else None, kept=kept
+                )
             reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (self.settings.max_steps or 1)))
             silent = stack.enter_context(closing(WarningsAlone()))
             loop = TrainingSession(self.device, folder, rows, self.settings, Turns(self._steps, learns), padding)
-            run = Run(planner, prepared, silent, sampler, stack, observer=loop.observer)
+            run = Run(planner, prepared, silent, sampler, stack, observer=loop.observer, resumed=resumed)
             silent.close()  # a log of every step would grow without end
             with run.limited(rows=False), closing(loop):
                 loop.begin(run)

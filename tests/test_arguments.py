@@ -31,7 +31,7 @@ class Proxies(nn.Module):
     [
         (nn.CrossEntropyLoss, "found the class CrossEntropyLoss. Give CrossEntropyLoss()."),
         (nn.MSELoss, "Give MSELoss()."),
-        (3, "a function or an object (output, labels) -> loss; found 3."),
+        (3, "a dict of functions by the names of a session's steps; found 3."),
         (Proxies(), "found Proxies with the parameter centers, which no optimizer would train"),
         (nn.CrossEntropyLoss()(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64)), "found tensor("),
     ],

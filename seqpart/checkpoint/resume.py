@@ -74,6 +74,8 @@ class State(msgspec.Struct, kw_only=True):
     label_bytes: Whole | None
     """Most bytes of synthetic labels that are kept whole, since the limit may have changed."""
     job: dict[str, Any] | None = None
+    session: bool = False
+    """True if it is of a session, whose data only its owner knows: it has the digests of none."""
     loop: LoopState = msgspec.field(default_factory=LoopState)
 
 
@@ -157,9 +159,9 @@ class ResumePoint:
         if self.manifest is None or self.state is None or self.plan is None or self.place is None:
             return planner.planned()
         state = self.state
-        if data_digest(planner.train, planner.test) != state.data:
+        if not state.session and data_digest(planner.train, planner.test) != state.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
-        refuse_other_rows(self.root, state.rows, row_digests(planner.train, planner.test))
+        refuse_other_rows(self.root, state.rows, {} if state.session else row_digests(planner.train, planner.test))
         for name, was in (state.functions or {}).items():
             if (now := planner.functions.get(name)) != was:
                 raise OptionError(
@@ -261,8 +263,8 @@ class ResumePoint:
         )
 
 
-def resume_point_of(path: Path, settings: Settings) -> ResumePoint:
-    """Reads the checkpoint at `path`: a run's directory or a manifest file.
+def resume_point_of(path: Path, settings: Settings, *, session: bool = False) -> ResumePoint:
+    """Reads the checkpoint at `path`: a run's directory or a manifest file. session: expects that of a session.
 
     Raises OptionError if it was made with other settings, CorruptFile if it is damaged.
     """
@@ -273,6 +275,9 @@ def resume_point_of(path: Path, settings: Settings) -> ResumePoint:
         return ResumePoint(root=root)
     manifest = manifests.load(path)
     state = as_state(manifest)
+    if state.session is not session:
+        cure = "Go on with Trainer.session(example, resume=DIR)." if state.session else "Go on with fit(..., resume=DIR)."
+        raise OptionError(f"--resume: {root} holds a checkpoint of a {'session' if state.session else 'run by fit'}. {cure}")
     plan = Plan.read(state.plan)
     mine = settings.texts()
     place = Place(*state.place)
@@ -317,7 +322,7 @@ def refuse_finished(root: Path) -> None:
 def state_of(
     planner: Planner, prepared: ExecutionPlan, position: Position, metrics: Metrics,
     *, losses: list[float], test: tuple[float, float | None] | None, data: str, rows: dict[str, str], layers: Layers,
-    job: dict[str, Any] | None, loop: LoopState,
+    job: dict[str, Any] | None, loop: LoopState, session: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns a `State` as JSON."""
     return msgspec.to_builtins(  # type: ignore[no-any-return]
@@ -327,7 +332,7 @@ def state_of(
             epochs=planner.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
             micro_batches=[stage.micro_batch for stage in prepared.stages], tally=metrics.tally(), losses=losses,
             test=test, data=data, rows=rows, layers=layers, functions=planner.functions, tuned=planner.tuned,
-            label_bytes=prepared.request.label_bytes, job=job, loop=loop,
+            label_bytes=prepared.request.label_bytes, job=job, loop=loop, session=session,
         )
     )  # fmt: skip
 

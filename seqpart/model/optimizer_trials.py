@@ -331,7 +331,7 @@ def _seen(knowledge: Knowledge, parameter: nn.Parameter) -> tuple[str, bool, dic
 
     found = knowledge.of(parameter, knowledge.common(), keep)
     # Optimizers that know nothing of it do not count: a function may leave out those that have no parameters.
-    text = repr([(sorted(state or "d", key=repr), *rest) for state, *rest in found if state or any(rest)])
+    text = repr([(sorted(state or "d", key=repr), *rest) for state, *rest in found if len(state or "d") > 1 or any(rest)])
     return text, any(any(rest) for _, *rest in found), tensors
 
 
@@ -400,9 +400,7 @@ def _same(ones: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _zeros(spec: TensorSpec) -> torch.Tensor:
-    if spec.stride is None:
-        return torch.zeros(spec.shape, dtype=spec.dtype, device="cpu")
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu").zero_()
+    return spec.empty().zero_()
 
 
 def _numbers(kind: TensorSpec, generator: torch.Generator) -> torch.Tensor:

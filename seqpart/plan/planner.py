@@ -400,7 +400,7 @@ class Planner(Inputs):
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
             disk_bytes=disk_bytes(
-                problem, candidate, costs, row_packs, saves=self.settings.saves, views=self.settings.views,
+                problem, candidate, costs, row_packs, saves=self.settings.save_every != "never", views=self.settings.views,
                 all_states=not self.alone or bool(self.settings.recovery_epochs) or self.settings.ema is not None,
                 remembers=self.settings.keep_best), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),

@@ -193,6 +193,11 @@ class Run:
         self.watch.tell_end(self.reporter, self.prepared.phases[at.phase].share_of(at.updates)[0])
         return end, None
 
+    @property
+    def resumed_at(self) -> Position:
+        """Position at which the run goes on; that of its first update, unless it was resumed."""
+        return Position() if self._resumed is None else self._resumed.position
+
     def _beginning(self) -> tuple[Position, Metrics | None]:
         resumed = self._resumed
         if resumed is None or resumed.state is None:
@@ -420,9 +425,10 @@ class Run:
     @cached_property
     def _identity(self) -> dict[str, Any]:
         """Identifies the data and the model: digests of the data and its rows, and the layers."""
-        data = self._planner.train, self._planner.test
-        layers = layers_of(self._planner.chain.whole)
-        return {"data": data_digest(*data), "rows": row_digests(*data), "layers": layers}
+        data, layers = (self._planner.train, self._planner.test), layers_of(self._planner.chain.whole)
+        if self._observer.counts_updates:
+            return {"data": "", "rows": {}, "layers": layers, "session": True}
+        return {"data": data_digest(*data), "rows": row_digests(*data), "layers": layers, "session": False}
 
     def _state_at(self, position: Position, metrics: Metrics) -> dict[str, Any]:
         """Returns a checkpoint's state other than tensors."""

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from seqpart.capture.inputs import PADS
-from seqpart.config import MOST
+from seqpart.config import MOST, ON_CALL
 from seqpart.data.boundary_cache import FedRows
 from seqpart.data.padding import Padding
 from seqpart.data.splits import Split, said_of_labels, said_of_rows, write_rows
@@ -26,7 +26,7 @@ from seqpart.fields import flag_of
 from seqpart.intake import batch_rows, kept_rows
 from seqpart.interrupts import Interrupts
 from seqpart.methods import methods_named
-from seqpart.model.metrics import ComputeMetrics, own_metrics
+from seqpart.model.metrics import ComputeMetrics, Metrics, own_metrics
 from seqpart.plan.planner import ExecutionPlan
 from seqpart.runtime.observer import Observer
 from seqpart.runtime.result import Evaluation
@@ -40,14 +40,15 @@ from seqpart.settings import Settings
 
 _GOES_ON = "the step is done, and the session goes on: its export(FILE) and state_dict() give what was trained"
 _OF_FIT = (
-    "output_dir", "overwrite", "test_every", "eval_every", "early_stopping", "keep_best", "best_by", "shuffle", "ema", "trace",
+    "test_every", "eval_every", "early_stopping", "keep_best", "best_by", "shuffle", "ema", "trace",
     "log", "cache", "workers",
 )  # fmt: skip
 """Settings that only `fit` uses."""
 
 
 def loop_settings(settings: Settings, folder: Path) -> Settings:
-    """Returns the settings of a session, with all files in `folder`. Raises OptionError for those it cannot honour."""
+    """Returns the settings of a session, with all files in `folder` where there is no output directory. Raises OptionError for
+    those it cannot honour."""
     methods = methods_named(settings.method)
     if not methods[0].exact or methods[0].in_pairs:
         raise OptionError(
@@ -69,7 +70,8 @@ def loop_settings(settings: Settings, folder: Path) -> Settings:
         )
     assert settings.tests == AT_THE_END
     return replace(
-        settings, output_dir=folder / "run", save_every="never", epochs=settings.max_steps or MOST, max_steps=None,
+        settings, output_dir=settings.output_dir or folder / "run",
+        save_every="never" if settings.output_dir is None else ON_CALL, epochs=settings.max_steps or MOST, max_steps=None,
         shuffle=False,
     )  # fmt: skip
 
@@ -104,8 +106,10 @@ class TrainingSession:
     def begin(self, session: Run) -> None:
         """Starts the session on a run whose homes are filled."""
         self._session, self._planned = session, session.prepared
+        self.updates = session.resumed_at.phase  # each batch is a phase of its own
         self._rows = FedRows(session.prepared.input_layout, self._example.count, self._device)
         session.homes.boundaries.keep_in_memory(())  # an evaluation may have any number of rows
+        self._rows.fed = self.updates
         session.homes.boundaries.passing["train"] = self._rows
         self._turns.begin(session)
         self._pause.enter_context(session.pauses.pause())
@@ -178,7 +182,7 @@ class TrainingSession:
         at, self._session.failed_at = self._session.failed_at, None
         if at is None:
             return updates
-        left = at.phase if self._steps is not None else updates  # each batch is a phase of its own
+        left = at.phase if self._steps is not None else updates
         self._steps, self._rows.fed = None, left
         return left
 
@@ -284,6 +288,17 @@ class TrainingSession:
 
     def _touched(self) -> None:
         self._untouched = False
+
+    def save(self) -> Path:
+        """Saves a checkpoint in the trainer's output directory, to go on with `Trainer.session(example, resume=DIR)`. Returns
+        the directory. The two latest are kept. Raises OptionError without an output directory."""
+        if self._settings.output_dir is None:
+            raise OptionError("save: expected a directory for checkpoints; found none. Give output_dir.")
+        with self._working():
+            self._bring_home()
+            self._session.prepared = self._planned
+            self._session.saving.save(Position(self.updates), Metrics())
+        return self._settings.output_dir
 
     def export(self, weights: str | Path) -> Path:
         """Writes the current model as a safetensors file with its own parameter names. Returns its path."""

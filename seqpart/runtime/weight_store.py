@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,8 @@ class WeightStore:
                 # Newly trainable parameters have no optimizer state yet.
                 self.store.lay_anew(homes.layouts, growing={block.state_home for block in self._prepared.chain})
                 manifests.refuse_others(manifest, self.store, homes.layouts, homes.needed, homes.best)
-                self._write_missing_rows(resumed.position)
+                if rows:
+                    self._write_missing_rows(resumed.position)
             if self._planner.settings.ema is None:  # a moving average is kept to the end
                 for name in homes.unused:
                     self.store.discard(name)
@@ -190,13 +191,19 @@ class WeightStore:
             return
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             if block.alive is not None:
-                flat = aligned(cost.layout.padded_nbytes)
-                if cost.weights:
-                    self.store.get(block.home, flat)
-                attach(block.module, cost.layout.views(flat))
+                attach(block.module, self._each_alone(block, cost.layout))
                 bring_to_cpu(block.module)
                 block.restore_modes()
                 self._planner.live_modules.keep(block)
+
+    def _each_alone(self, block: Block, layout: Layout) -> dict[str, torch.Tensor]:
+        """Reads a block's weights, each into memory of its own: torch.save and safetensors refuse tensors of a common one."""
+        found = {spec.name: spec.empty() for spec in layout.specs}
+        if layout.nbytes:
+            with closing(self.store.source(block.home, REQUEST)) as source:
+                for tensor in found.values():
+                    source.fill(bytes_of(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)))
+        return found
 
 
 UNBEGUN = "unbegun"

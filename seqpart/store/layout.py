@@ -60,6 +60,12 @@ class TensorSpec:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    def empty(self) -> torch.Tensor:
+        """Returns a new tensor of this kind on the CPU, with any values."""
+        if self.stride is None:
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from seqpart import SeqpartError, Trainer, parameters_on_meta
@@ -423,3 +423,23 @@ def test_hooks_of_accelerate_are_named_and_the_cure_trains(way, tmp_path):
     exec(f"import accelerate.hooks; {cure}", {"model": model})
     found = Trainer(model, output_dir=tmp_path / "run", **options).fit(x).state_dict()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("method", ["full", "streamed"])
+def test_a_trained_model_is_saved_by_torch_and_by_safetensors_like_any_other(method, tmp_path):
+    """All tensors of a block once came back in one piece of memory: torch.save refused a BatchNorm's floats beside its count,
+    and safetensors every layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), nn.Flatten(), nn.Linear(64, 4))
+    model = model.to(memory_format=torch.channels_last)
+    data = torch.randn(16, 3, 6, 6), torch.randint(0, 4, (16,))
+    Trainer(model, mem_limit="2GB", method=method, epochs=1, quiet=True, output_dir=tmp_path / "run").fit(data)
+    expected = load_file(tmp_path / "run" / "model.safetensors")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    save_model(model, str(tmp_path / "model.safetensors"))
+    for found in (torch.load(tmp_path / "model.pt"), load_file(tmp_path / "model.safetensors")):
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert model[0][0].weight.is_contiguous(memory_format=torch.channels_last)
+    tensors = model.state_dict().values()
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)

@@ -17,7 +17,7 @@ from tests.cli.test_command_line import FLAGS
 from tests.command import ENVIRONMENT, SECONDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "loop.md").read_text()
-CALLBACKS, _, LOOP, STOPPED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+CALLBACKS, _, LOOP, _, STOPPED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def printed(folder, snippet):
