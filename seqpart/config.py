@@ -132,6 +132,11 @@ class Loop:
     floats."""
     label_smoothing: float = 0.0
     """Share of every label that all classes get alike, such as 0.1, in training and tests (cross-entropy only)."""
+    mixup: float = 0.0
+    """Mix each training row with the one before it in its batch, and their labels (MixUp): the parameter of the Beta
+    distribution from which the batch's share is drawn, such as 0.2. Classes only, by exact methods."""
+    cutmix: float = 0.0
+    """As --mixup, but a box of each image is cut out of the one before it (CutMix). With both, each batch gets one of them."""
     dtype: Precision = "fp32"
     """fp32, or bf16: mixed precision by autocast, with weights and optimizer state in float32. --bf16 is short for it."""
     shuffle: Annotated[bool | Literal["auto"], Note(expected="True, False or auto")] = "auto"

@@ -11,6 +11,7 @@ import torch
 
 from seqpart.capture.inputs import Form, in_order
 from seqpart.data.loaders import first_batch, for_data, test_rows, training_rows, with_loader
+from seqpart.data.mixing import mixed
 from seqpart.data.padding import Padding, padded
 from seqpart.data.reader import WINDOW
 from seqpart.data.source import Source
@@ -40,6 +41,8 @@ def rows_of(
         bare = one or other
     padding, method = for_data(padding, (train, test)), settings.methods[0]
     rows = training_rows(train, settings, padding=padding, whole=method.alone)
+    if settings.mixup or settings.cutmix:
+        rows = training_rows(mixed(train, rows, settings), settings, padding=padding)
     if isinstance(rows.source, Source):
         method.refuse_source(rows.source)
     settings = with_loader(settings, rows)

@@ -30,6 +30,8 @@ class Options(TypedDict, total=False):
     max_steps: Positive[int]
     batch_size: PerPartition[int]
     label_smoothing: float
+    mixup: float
+    cutmix: float
     dtype: Precision
     shuffle: bool | Literal["auto"]
     seed: int

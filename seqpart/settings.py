@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from seqpart import config
-from seqpart.config import IN_PYTHON, NO_LIMIT, NO_METHOD, Config, given_of
+from seqpart.config import IN_PYTHON, MOST, NO_LIMIT, NO_METHOD, Config, given_of
 from seqpart.errors import OptionError
 from seqpart.fields import checked_value, flag_of, joined, out_of_range, values_of
 from seqpart.methods import METHODS, methods_named
@@ -75,6 +75,11 @@ class Settings(Config):
             yield "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
         if not 0 <= self.label_smoothing < 1:
             yield f"--label-smoothing: expected a share from 0 up to 1, such as 0.1; found {self.label_smoothing}"
+        for flag, share in (("--mixup", self.mixup), ("--cutmix", self.cutmix)):
+            if not 0 <= share <= MOST:
+                yield f"{flag}: expected the parameter of a Beta distribution, such as 0.2, or 0 for none; found {share}"
+            if share and (not self.methods[0].exact or self.methods[0].in_pairs or self.loss not in (None, "cross-entropy")):
+                yield f"{flag} goes with --method auto, streamed, checkpointed or full, and with --loss cross-entropy"
         if self.no_decay and not self.weight_decay:
             yield "--no-decay: there is no weight decay to leave out. Give --weight-decay"
         if self.ema is not None and not 0 < self.ema < 1:

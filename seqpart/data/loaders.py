@@ -129,7 +129,7 @@ def source_of(data: Any, name: str, padding: Padding | None = None) -> Source:
             )
         source = Source(items=data, name=name, count=_known(data), rows=_known(data), streams=True)
     elif isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[1], "shape"):
-        items = _Pair(*data)
+        items = Pair(*data)
         source = Source(items=items, name=name, count=len(items), rows=len(items))
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         source = Source(items=data, name=name, count=len(data), rows=len(data))
@@ -143,7 +143,7 @@ def source_of(data: Any, name: str, padding: Padding | None = None) -> Source:
     return padded_source(source, padding) if is_loader(data) else source
 
 
-class _Pair:
+class Pair:
     """A data set whose items are the rows of x and y."""
 
     def __init__(self, x: Any, y: Any) -> None:

@@ -179,8 +179,8 @@ def refuse_away(model: object) -> None:
     if any(tensor in _away for tensor in parameters):
         raise OptionError(
             "the model, or a part of it, is in a session or a run that is not over, which holds its weights until then. "
-            "Evaluate by `session.evaluate`, or end the session first. Networks that take turns, as a GAN's, are one model with "
-            "losses by step: Trainer(both, {'d': d_loss, 'g': g_loss}, ...).session(example, learns={'d': 'd.*', 'g': 'g.*'})."
+            "Evaluate by `session.evaluate`, or end the session first. Networks that take turns, as a GAN's, are one model "
+            "with losses by step: Trainer(both, {'d': d_loss, 'g': g_loss}).session(example, learns={'d': 'd.*', 'g': 'g.*'})."
         )
 
 

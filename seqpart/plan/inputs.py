@@ -106,7 +106,8 @@ class Inputs:
         self.classes = count_classes(train, test, ignored, learns=trains and whole and not of_its_own)
         self.methods[0].refuse_model(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
-        name = settings.loss_name or ("cross-entropy" if are_mixed(train, test) else None)
+        mixes = bool(settings.mixup or settings.cutmix)
+        name = settings.loss_name or ("cross-entropy" if mixes or are_mixed(train, test) else None)
         if settings.label_smoothing and final_loss is not None:
             raise OptionError(
                 "--label-smoothing goes with a loss that has a name; found a loss of your own. Let that smooth labels, as "
