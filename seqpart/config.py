@@ -241,6 +241,8 @@ class Data:
     Default: the DataLoader's num_workers, and 0 without one."""
 
 
+EVALUATION: Literal["evaluation"] = "evaluation"
+"""Value of `export_every`: after each evaluation."""
 ON_CALL = "on call"
 """Value of `save_every` in a session that has an output directory: it saves a checkpoint when it is told to."""
 
@@ -260,6 +262,21 @@ class Files:
         str | int, Note(expected="updates (500), a time (30s, 10min, 2h) or never", metavar="OFTEN")
     ] = "10min"  # fmt: skip
     """Interval between checkpoints: updates (500), a time (30s, 10min), or never. Ctrl-C saves too, unless never."""
+
+    export_every: Annotated[
+        str | int | None, Note(expected="updates (500), epochs (1epoch) or evaluation", metavar="OFTEN")
+    ] = None  # fmt: skip
+    """Export the weights to exports/ in the output directory after so many updates (500) or epochs (1epoch), or after each
+    evaluation (evaluation); exact methods only. Default: the weights are written at the end alone."""
+    keep_exports: Positive[int] = None
+    """Exports to keep: the newest, or with --export-every evaluation the best by --best-by. Default: all."""
+
+    @property
+    def exporting(self) -> lengths.Interval | Literal["evaluation"] | None:
+        """When weights are exported. Raises OptionError."""
+        if self.export_every is None or self.export_every == EVALUATION:
+            return None if self.export_every is None else EVALUATION
+        return lengths.interval_of(self.export_every, None, "--export-every", f"{lengths.EXPECTED}, or evaluation")
 
     @property
     def saves(self) -> bool:

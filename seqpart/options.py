@@ -58,6 +58,8 @@ class Options(TypedDict, total=False):
     overwrite: bool
     offload_dir: Path | None
     save_every: str | int
+    export_every: str | int | None
+    keep_exports: Positive[int]
     trace: Path | None
     log: PerPartition[TrackerName] | None
     objective: Objective | None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from seqpart import config
-from seqpart.config import IN_PYTHON, MOST, NO_LIMIT, NO_METHOD, Config, given_of
+from seqpart.config import EVALUATION, IN_PYTHON, MOST, NO_LIMIT, NO_METHOD, Config, given_of
 from seqpart.errors import OptionError
 from seqpart.fields import checked_value, flag_of, joined, out_of_range, values_of
 from seqpart.methods import METHODS, methods_named
@@ -42,7 +42,8 @@ class Settings(Config):
             object.__setattr__(self, field.name, value)
         epochs = tuple(map(lengths.whole_where_it_is, values_of(self.epochs)))
         object.__setattr__(self, "epochs", epochs if isinstance(self.epochs, tuple) else epochs[0])
-        _ = self.saving, self.partition_choice(), self.tile_bytes, self.tests, self.frozen, criterion_of(self.best_by)
+        _ = self.saving, self.exporting, self.partition_choice(), self.tile_bytes, self.tests, self.frozen
+        criterion_of(self.best_by)
         if isinstance(self.lr_schedule, str):
             rate_schedule(self.lr_schedule, self.warmup_updates)
         problems += self._contradictions()
@@ -91,6 +92,12 @@ class Settings(Config):
             )
         if self.unfreeze is not None and self.ema is not None:
             yield "--unfreeze does not go with --ema, which averages from the first update on. Leave one out"
+        if self.export_every is not None and not self.methods[0].exact:
+            yield f"--export-every goes with exact methods; found --method {self.method}. Leave it out"
+        if self.keep_exports is not None and self.export_every is None:
+            yield "--keep-exports: nothing is exported. Give --export-every"
+        if self.export_every == EVALUATION and self.tests == lengths.AT_THE_END:
+            yield "--export-every evaluation needs evaluations: give --eval-every"
         yield from self._lengths()
         if self.divides_weights and "adafactor" in values_of(self.optimizer):
             yield f"--optimizer adafactor looks at a weight as a whole, and {self.divides_weights} divides it. Take another"

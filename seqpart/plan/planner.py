@@ -35,6 +35,7 @@ from seqpart.profile.blocks import BlockCost
 from seqpart.profile.machine import Speeds
 from seqpart.profile.partition import PartitionCost, prefix_costs, state_layouts
 from seqpart.schedule.phases import Phases, counted
+from seqpart.store.direct import REQUEST
 from seqpart.store.row_file import RowLayout
 from seqpart.units import format_size, parse_size
 
@@ -116,9 +117,13 @@ class Planner(Inputs):
     def _machine(self, request: PlanRequest, costs: Sequence[BlockCost]) -> planning.Machine:
         device, shares, budget = self.device, self.device.shares_memory, self._host_budget()
         kept = request.methods[0].library_bytes(self.rows_per_pass(self.full_batch)) if shares else 0
+        exports = 0
+        if shares and self.settings.export_every is not None:  # it holds a whole block, and a request
+            exports = max(cost.layout.padded_nbytes for cost in costs) + REQUEST
         return planning.Machine(
             device=device.name, host_counts=shares, runtime=self.runtime + request.spare, growth=device.growth + kept,
-            live_bytes=self.live_bytes, heap_below=device.heap_below, speeds=self.speeds, contention=device.contention,
+            live_bytes=self.live_bytes, export_bytes=exports, heap_below=device.heap_below, speeds=self.speeds,
+            contention=device.contention,
             # A kept heap is touched as a whole: what an LSTM reserves and does not touch made it larger than planned.
             may_keep_heap=device.keeps_heap and request.may_keep_heap and not any(cost.untouched for cost in costs),
             boundary_tiers=("device", "host" if not shares or self.settings.ram_limit else "disk"),

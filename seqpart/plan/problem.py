@@ -40,6 +40,8 @@ class Machine:
     """Most bytes that kernels may keep in the run."""
     live_bytes: int = 0
     """Bytes of modules given alive, which are in memory before and after everything else."""
+    export_bytes: int = 0
+    """Bytes that an export in mid-run takes, with nothing else on the device; 0: there is none."""
     heap_below: int
     """Tensors of fewer bytes come from the allocator's heap."""
     may_keep_heap: bool = False
@@ -62,7 +64,7 @@ class Machine:
 
     def peak(self, work: int, heap: int = 0) -> int:
         """Peak of the process or device while a partition takes `work` bytes, beside a kept heap of `heap` bytes."""
-        least = WARM_UP_BYTES if self.host_counts else 0
+        least, work = WARM_UP_BYTES if self.host_counts else 0, max(work, self.export_bytes)
         return max(self.runtime + max(heap + work, least), self.beside(max(work, self.live_bytes)))
 
     def beside(self, nbytes: int) -> int:

@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from seqpart.data.reader import ReaderThread
 from seqpart.device.device import Device
 from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
 from seqpart.device.sampler import MEMORY, Proof, Sampler
-from seqpart.errors import Diverged, LimitExceeded
+from seqpart.errors import Diverged, LimitExceeded, StoreError, resuming
 from seqpart.interrupts import Interrupts
 from seqpart.methods.ist.moving import Parting
 from seqpart.methods.ist.parts import JointChain
@@ -29,13 +29,14 @@ from seqpart.runtime import replanning
 from seqpart.runtime.boundary_io import BoundaryExchange, open_exchange
 from seqpart.runtime.compute import Compute, Exchanges, Hooks
 from seqpart.runtime.executor import AllocationFailed, Executor
+from seqpart.runtime.exports import Exports
 from seqpart.runtime.graph_offload import GraphOffload, open_graphs
 from seqpart.runtime.observer import Failure, Observer
 from seqpart.runtime.partition import Partition
 from seqpart.runtime.pauses import Pauses, PlanAnew
 from seqpart.runtime.saving import Saving
 from seqpart.runtime.slots import Slots
-from seqpart.runtime.watch import Watch, trained_before
+from seqpart.runtime.watch import Watch, updates_before
 from seqpart.runtime.weight_store import UNBEGUN, WeightStore, open_places
 from seqpart.schedule.best import LoopState
 from seqpart.schedule.phase import Phase, PhaseKind
@@ -99,6 +100,8 @@ class Run:
         self.homes.store.watched = self._observer.watched
         if self._settings.saves:
             _ = self._identity  # it reads rows: now, and not while a partition takes memory
+        since, criterion = self.resumed_at, self.watch.evaluations.criterion
+        self.exports = Exports(self._settings, self.places.directory.root, criterion, updates_before(prepared.phases, since)[0])
         self.saving = Saving(
             self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
             store=self.homes.store, boundaries=self.homes.boundaries, reporter=reporter, interrupts=self.interrupts,
@@ -164,6 +167,9 @@ class Run:
         at, metrics = self._beginning() if start is None else (start, None)
         if start is None and at == Position():
             self.watch.begin()
+        self.exports.at_rest(self.prepared.phases, at, self.watch.evaluations.all)
+        if self.exports.due:  # the checkpoint was saved right before
+            self._export(at, metrics or Metrics())
         at, metrics = self._ended_early(at, metrics)
         self.saving.begin(changed=self._resumed is not None and bool(self._resumed.said))
         self._stopped, number = False, 0
@@ -209,7 +215,7 @@ class Run:
         self._held = self.sampler.usage.read()
         with self._device.heap.kept(stage.heap):
             ended = yield from self._run_steps(stage, start, metrics)
-            while ended[0] is None and self._learns_anew(stage, ended[1]):
+            while ended[0] is None and self._begins_anew(stage, *ended[1:]):
                 # In the same heap: a new one would start above what libraries have kept in this one.
                 self.pauses.changed = False
                 ended = yield from self._run_steps(stage, *ended[1:])
@@ -218,10 +224,26 @@ class Run:
                 gc.collect()
             return ended
 
-    def _learns_anew(self, stage: Stage, at: Position) -> bool:
-        """True if the stage, left at position `at`, goes on at once with another set of trainable parameters."""
+    def _begins_anew(self, stage: Stage, at: Position, metrics: Metrics | None) -> bool:
+        """True if the stage, left at position `at`, goes on at once: with another set of trainable parameters, or after an
+        export, which is made here."""
+        exports = self.exports.due
+        if exports:
+            self._export(at, metrics or Metrics())
         ends = self._stopped or at.phase >= stage.end or self.watch.end_behind(self.prepared.phases, at) is not None
-        return self.pauses.changed and not self.pauses.unplanned and not ends
+        return (exports or self.pauses.changed) and not self.pauses.unplanned and not ends
+
+    def _export(self, at: Position, metrics: Metrics) -> None:
+        """Exports the weights at this position. An error of the disk ends the run, which is saved first if it can be."""
+        self._partitions = []  # and their slots
+        try:
+            self.reporter.record("export", file=str(self.exports.write(self.homes.export)), updates=self.exports.last)
+        except StoreError as error:
+            if self._settings.saves:
+                with suppress(StoreError):
+                    self.saving.save(at, metrics)
+                    self.reporter.add_note(error, f"The run is saved: go on with {resuming(self.places.directory.root)}")
+            raise
 
     def _run_steps(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
         with ExitStack() as stack:
@@ -401,9 +423,7 @@ class Run:
     def _at_rest(self, executor: Executor) -> bool:
         phases = self.prepared.phases
         if self._planner.late:
-            at = executor.position
-            done = phases[at.phase].share_of(at.updates) if at.updates else trained_before(phases, at.phase - 1)
-            self.pauses.unfreeze(int(done[0]))
+            self.pauses.unfreeze(updates_before(phases, executor.position)[0])
         try:
             self.watch.at_rest(executor, phases, self.heard)
         except Exception as error:
@@ -413,8 +433,10 @@ class Run:
         self._remember_best(executor)
         self.saving.at_rest(executor, self._partitions, phases)
         self._stopped = not self._observer.at_rest(executor)
+        self.exports.at_rest(phases, executor.position, self.watch.evaluations.all)
         goes_on = self.watch.end_behind(phases, executor.position) is None
-        return not self._stopped and not self.pauses.changed and goes_on  # newly trainable parameters need a new executor
+        # Newly trainable parameters need a new executor, and an export all memory.
+        return not self._stopped and not (self.pauses.changed or self.exports.due) and goes_on
 
     def _remember_best(self, executor: Executor) -> None:
         if self.watch.has_new_best:

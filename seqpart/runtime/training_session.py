@@ -41,7 +41,8 @@ from seqpart.settings import Settings
 _GOES_ON = "the step is done, and the session goes on: its export(FILE) and state_dict() give what was trained"
 _OF_FIT = (
     "test_every", "eval_every", "early_stopping", "keep_best", "best_by", "shuffle", "ema", "trace",
-    "log", "cache", "workers", "mixup", "cutmix",
+    "log", "cache", "workers", "mixup", "cutmix", "export_every",
+    "keep_exports",
 )  # fmt: skip
 """Settings that only `fit` uses."""
 

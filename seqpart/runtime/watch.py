@@ -189,6 +189,14 @@ def _behind(phases: Phases, which: int, first: int) -> int:
     return len(phases.stretches[which]) - (first - phases.number_of(which, 0, None))
 
 
+def updates_before(phases: Phases, at: Position) -> tuple[int, float]:
+    """Returns (updates before a position, epochs that they are if it is at the end of a pass, else 0)."""
+    if at.updates:
+        return int(phases[at.phase].share_of(at.updates)[0]), 0.0
+    update, epochs = trained_before(phases, at.phase - 1)
+    return int(update), epochs
+
+
 def trained_before(phases: Phases, number: int) -> tuple[int, float]:
     """Returns (updates, epochs) of the last training phase up to phase `number`."""
     while number >= 0:

@@ -24,12 +24,17 @@ class Criterion:
 
     def value(self, found: "Evaluated") -> float:
         """Returns an evaluation's number, signed so that smaller is better. Raises OptionError if it has none."""
+        value = self.found(found)
+        return -value if self.larger else value
+
+    def found(self, found: "Evaluated") -> float:
+        """Returns an evaluation's number as it was found. Raises OptionError if it has none."""
         values = {"loss": found.loss, "accuracy": found.accuracy, **found.metrics}
         value = values.get(self.name)
         if value is None or isinstance(value, list):
             known = ", ".join(name for name, one in values.items() if isinstance(one, float))
             raise OptionError(f"--best-by {self.name}: an evaluation found no such number; it found {known}.")
-        return -value if self.larger else value
+        return value
 
 
 def criterion_of(text: str | None) -> Criterion:
@@ -77,13 +82,13 @@ class Evaluations:
     def __init__(self, criterion: Criterion) -> None:
         self.all: list[Evaluated] = []
         self.best: Evaluated | None = None
-        self._criterion = criterion
+        self.criterion = criterion
 
     def add(self, found: Evaluated) -> bool:
         """Adds an evaluation. Returns True if none before it was as good."""
         self.all.append(found)
-        value = self._criterion.value(found)
-        if math.isnan(value) or (self.best is not None and value >= self._criterion.value(self.best)):
+        value = self.criterion.value(found)
+        if math.isnan(value) or (self.best is not None and value >= self.criterion.value(self.best)):
             return False
         self.best = found
         return True
@@ -91,8 +96,7 @@ class Evaluations:
     @property
     def values(self) -> list[tuple[int, float]]:
         """(updates before it, the number that is compared, as it was found) of each."""
-        sign = -1 if self._criterion.larger else 1
-        return [(one.update, sign * self._criterion.value(one)) for one in self.all]
+        return [(one.update, self.criterion.found(one)) for one in self.all]
 
     @property
     def since(self) -> int:

@@ -24,13 +24,13 @@ AT_THE_END = Interval()
 """One evaluation, at the end of training."""
 
 
-def interval_of(every: str | int | None, epochs: int | None) -> Interval:
+def interval_of(every: str | int | None, epochs: int | None, flag: str = "--eval-every", expected: str = EXPECTED) -> Interval:
     """Returns the interval of --eval-every (`every`) or of --test-every (`epochs`). Raises OptionError."""
     if every is None:
         return Interval(epochs=epochs)
     match = re.fullmatch(r"(\d+)\s*(epochs?|updates?|)", str(every).strip())
     if match is None or not int(match[1]):
-        raise OptionError(f"--eval-every: expected {EXPECTED}; found {every!r}.")
+        raise OptionError(f"{flag}: expected {expected}; found {every!r}.")
     count = int(match[1])
     return Interval(epochs=count) if match[2].startswith("epoch") else Interval(updates=count)
 

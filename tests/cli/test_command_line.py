@@ -22,7 +22,7 @@ from tests.command import SMALL, Ran, call, files, refused, run
 FLAGS = {
     "--mem-limit", "--method", "--device", "--ram-limit", "--offload-dir", "--output-dir", "--overwrite", "--epochs",
     "--batch-size", "--micro-batch-size", "--loss", "--lr", "--optimizer", "--weight-decay", "--no-decay",
-    "--label-smoothing", "--mixup", "--cutmix",
+    "--label-smoothing", "--mixup", "--cutmix", "--export-every", "--keep-exports",
     "--freeze", "--unfreeze", "--momentum", "--clip-grad-norm",
     "--partitions", "--objective", "--kappa", "--prototype-scale", "--shuffle", "--cache-dtype", "--seed", "--model",
     "--data", "--data-dir", "--download", "--image-size", "--context", "--width", "--depth", "--heads", "--config",
