@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from seqpart.data.padding import Padding, padded
 from seqpart.data.reader import WINDOW
 from seqpart.data.source import Source
 from seqpart.data.splits import Split, as_pair, as_split, first_rows, is_pair
+from seqpart.data.test_sets import are_named, together
 from seqpart.data.unlabelled import out_of_one, with_zeros
 from seqpart.errors import DataError
 from seqpart.fields import values_of
@@ -37,32 +39,52 @@ def rows_of(
     if labelled:
         _refuse_labels_as_test(train, test)
     else:
-        (train, one), (test, other) = with_zeros(train), with_zeros(test)
+        (train, one), (test, other) = with_zeros(train), _with_zeros(test)
         bare = one or other
-    padding, method = for_data(padding, (train, test)), settings.methods[0]
+    padding, method = for_data(padding, (train, *(test.values() if are_named(test) else [test]))), settings.methods[0]
     rows = training_rows(train, settings, padding=padding, whole=method.alone)
     if settings.mixup or settings.cutmix:
         rows = training_rows(mixed(train, rows, settings), settings, padding=padding)
     if isinstance(rows.source, Source):
         method.refuse_source(rows.source)
     settings = with_loader(settings, rows)
-    tests = test_rows(test, rows, settings, padding, whole=settings.tests_in_turn)
+    read = partial(test_rows, train=rows, settings=settings, padding=padding, whole=settings.tests_in_turn)
+    tests = together(test, read, "test") if are_named(test) else read(test)
     if bare:
         rows, tests = replace(rows, labelled=False), replace(tests, labelled=False)
     return rows, tests, settings
 
 
+def _with_zeros(test: object) -> tuple[object, bool]:
+    """Does what `with_zeros` does, also to several test sets by name."""
+    if not are_named(test):
+        return with_zeros(test)
+    found = {name: with_zeros(part) for name, part in test.items()}
+    return {name: part for name, (part, _) in found.items()}, any(bare for _, bare in found.values())
+
+
 def rows_to_evaluate(data: object, settings: Settings, padding: Padding | None = None, *, labelled: bool = True) -> Split:
     """Returns the rows of an evaluation, with all their labels."""
-    data, bare = (data, False) if labelled else with_zeros(data)
-    found = training_rows(data, settings, "evaluation", for_data(padding, (data,)), whole=True)
+    several = [*data.values()] if are_named(data) else [data]
+    padding, bare = for_data(padding, several), not labelled
+
+    def read(one: object) -> Split:
+        nonlocal bare
+        one, bare = (one, False) if labelled else with_zeros(one)
+        return training_rows(one, settings, "evaluation", padding, whole=True)
+
+    found = together(data, read, "evaluation") if are_named(data) else read(data)
     return replace(found, labelled=not bare)
 
 
 def kept_rows(data: object, settings: Settings, padding: Padding | None, *, labelled: bool = True) -> Split:
     """Returns the rows of an evaluation within a session, with one draw of each row kept. padding: with its length."""
-    data = data if labelled else with_zeros(data)[0]
-    return training_rows(data, replace(settings, cache="rows"), "evaluation", padding, whole=True)
+
+    def read(one: object) -> Split:
+        one = one if labelled else with_zeros(one)[0]
+        return training_rows(one, replace(settings, cache="rows"), "evaluation", padding, whole=True)
+
+    return together(data, read, "evaluation") if are_named(data) else read(data)
 
 
 def tested_on_first(train: Split, count: int) -> Split:

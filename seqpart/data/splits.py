@@ -157,6 +157,8 @@ class Split:
     """False if no row has a label: they are zeros, which no loss gets."""
     padded: str = ""
     """The padding of rows that are read again; "": none."""
+    sets: tuple[tuple[str, int], ...] = ()
+    """(name, rows) of each of several test sets, whose rows follow one another; empty if there is one."""
     some: Callable[[], Iterable[torch.Tensor]] | None = None
     """Returns rows spread over the split, which identify it; none if they differ each time. None: use the first rows."""
 

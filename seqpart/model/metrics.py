@@ -1,7 +1,7 @@
 """Metrics as sums over the rows of one pass. They stay on the device, since reading them would make it wait."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ import torch
 
 from seqpart.callbacks import MetricValue
 from seqpart.errors import Diverged, OptionError
-from seqpart.schedule.phase import Phase, PhaseKind
+from seqpart.schedule.phase import Phase, PhaseKind, Span
 from seqpart.schedule.steps import PhaseDone
 from seqpart.schema import Finite, Whole, word_of
 
@@ -184,25 +184,69 @@ class MetricSinks:
     update: Metrics | None = None
     """Sums over the current update, if they are needed."""
     own: OwnMetrics | None = None
+    sets: Sequence[tuple[str, int]] = ()
+    """(name, rows) of each of several test sets, which follow one another."""
+    _of_sets: dict[str, Metrics] = field(default_factory=dict)
+    _own_of_sets: dict[str, MetricValue] = field(default_factory=dict)
+    """The user's metrics of the sets that are over."""
+    _set: str = ""
+    """The set that the user's metrics are of now."""
 
-    def _own(self, phase: Phase) -> OwnMetrics | None:
-        """The user's metrics, in a test phase that reaches the network's end."""
-        return self.own if phase.kind is PhaseKind.TEST and not phase.hands_on(self.partitions) else None
+    def _is_test(self, phase: Phase) -> bool:
+        """True for a pass over test rows that reaches the network's end."""
+        return phase.kind is PhaseKind.TEST and not phase.hands_on(self.partitions)
 
     def begin(self, phase: Phase, sums: Metrics, device: torch.device) -> None:
         sums.beside = self.update if phase.kind is PhaseKind.TRAIN else None
-        if (own := self._own(phase)) is not None:
-            own.begin(device)
+        self._of_sets, self._own_of_sets, self._set = {}, {}, ""
+        if self.own is not None and self._is_test(phase):
+            self.own.begin(device)
+
+    def pieces(self, phase: Phase, span: Span) -> list[tuple[str, slice]] | None:
+        """Returns (name, rows in the micro-batch) of each test set that has some of its rows; None unless there are several."""
+        if not self.sets or not self._is_test(phase):
+            return None
+        found, first = [], 0
+        for name, rows in self.sets:
+            start, stop = max(first, span.start), min(first + rows, span.stop)
+            if start < stop:
+                found.append((name, slice(start - span.start, stop - span.start)))
+            first += rows
+        return found
+
+    def of_set(self, name: str) -> Metrics:
+        """Returns the sums of a test set."""
+        return self._of_sets.setdefault(name, Metrics())
 
     def judged(
-        self, phase: Phase, outputs: torch.Tensor, labels: torch.Tensor, returned: Callable[[torch.Tensor], Any]
+        self, phase: Phase, outputs: torch.Tensor, labels: torch.Tensor, returned: Callable[[torch.Tensor], Any], name: str = ""
     ) -> None:
-        """Adds a micro-batch to the user's metrics. returned: makes of the outputs what the model returned."""
-        if (own := self._own(phase)) is not None:
-            own.add(returned(outputs.detach()), labels)
+        """Adds rows to the user's metrics. returned: makes of the outputs what the model returned. name: their test set."""
+        if self.own is None or not self._is_test(phase):
+            return
+        if name != self._set:
+            self._end_set()
+            self._set = name
+            self.own.begin(outputs.device)
+        self.own.add(returned(outputs.detach()), labels)
+
+    def _end_set(self) -> None:
+        if self._set and self.own is not None:
+            self._own_of_sets |= {f"{self._set}/{name}": value for name, value in self.own.values().items()}
 
     def found(self, phase: Phase) -> dict[str, MetricValue]:
-        return own.values() if (own := self._own(phase)) is not None else {}
+        """Returns the metrics of a pass that is over: the user's, and those of each of several test sets."""
+        if not self._is_test(phase):
+            return {}
+        if not self.sets:
+            return self.own.values() if self.own is not None else {}
+        self._end_set()
+        found = dict[str, MetricValue]()
+        for name, sums in self._of_sets.items():
+            done = sums.done(phase, 0, 0.0, {})
+            values = {"loss": done.loss, "accuracy": done.accuracy, **done.metrics}
+            found |= {f"{name}/{key}": value for key, value in values.items() if value is not None}
+        return found | self._own_of_sets
 
     def latest(self) -> Metrics:
         """Returns the sums since the last call, and resets them."""

@@ -295,14 +295,27 @@ class Compute:
         judge = self._loss_of(step.partition)
         if judge is None:
             return None
+        pieces = self.hooks.sinks.pieces(self.phases[step.phase], self.span(step))
+        if pieces is None:
+            return self._judge_rows(step, judge, output, labels)
+        for name, rows in pieces:
+            self._judge_rows(step, judge, output[rows], labels[rows], name)
+        return None
+
+    def _judge_rows(
+        self, step: Step, judge: PartitionLoss, output: torch.Tensor, labels: torch.Tensor, name: str = ""
+    ) -> LossValue:
+        """Computes the loss of rows, and adds it to the metrics. name: their test set, if there are several."""
         with self.loaded[step.partition].autocast():
             found = judge(output, labels)
         verdict = found if isinstance(found, LossValue) else LossValue(found, len(output))
+        sinks = self.hooks.sinks
         with torch.no_grad():
             scores = judge.scores(output.detach(), labels)
-            self.metrics.add(verdict.total, len(output), scores, weight=verdict.weight, parts=verdict.totals)
+            for sums in (self.metrics, sinks.of_set(name)) if name else (self.metrics,):
+                sums.add(verdict.total, len(output), scores, weight=verdict.weight, parts=verdict.totals)
             returned = judge.returned if isinstance(judge, TrueLoss) else torch.positive
-            self.hooks.sinks.judged(self.phases[step.phase], output, labels, returned)
+            sinks.judged(self.phases[step.phase], output, labels, returned, name)
         self.judged += 1
         return verdict
 

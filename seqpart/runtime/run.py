@@ -95,7 +95,7 @@ class Run:
         kept = before.loop if before is not None else LoopState(frozen=[*planner.late], learns=[*planner.late])
         self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_apart, planner.late)
         self.watch = Watch(self._observer, self._settings, sampler, kept, self.pauses.pause)
-        self.heard = self.watch.heard(len(prepared.plan.partitions))
+        self.heard = self.watch.heard(len(prepared.plan.partitions), planner.test.sets)
         self.homes = WeightStore(planner, prepared, self.places.scratch, reporter, self._told, stack)
         self.homes.store.watched = self._observer.watched
         if self._settings.saves:

@@ -267,7 +267,7 @@ class TrainingSession:
             tests = tuple(replace(phase, rows=split.count) for phase in whole.behind)
             # Training follows: optimizer state is needed again.
             session.prepared = self._with_phases(Epochs(train=whole.train, epochs=0, behind=tests), replace(whole, behind=()))
-            session.heard.own = own_metrics(compute_metrics)
+            session.heard.own, session.heard.sets = own_metrics(compute_metrics), split.sets
             session.run_stages(Position())
             boundaries.discard("test", 0)
             assert session.test is not None

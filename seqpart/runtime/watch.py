@@ -46,9 +46,9 @@ class Watch:
         self.has_new_best = False
         """True if the current weights are the best and must be kept."""
 
-    def heard(self, partitions: int) -> MetricSinks:
-        """Returns the sinks for the outputs of the executor's computations."""
-        return MetricSinks(partitions, self._sums, self._metrics)
+    def heard(self, partitions: int, sets: Sequence[tuple[str, int]]) -> MetricSinks:
+        """Returns the sinks for the outputs of the executor's computations. sets: the test sets, if there are several."""
+        return MetricSinks(partitions, self._sums, self._metrics, sets)
 
     def state(self) -> LoopState:
         return LoopState(self.evaluations.kept, (self.ending.asked, self._ends_in))

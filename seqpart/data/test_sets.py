@@ -1,0 +1,66 @@
+"""Several test sets by name, as one: their rows follow one another, and a pass over them reports each by its name."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils.data import ConcatDataset
+
+from seqpart.data.source import Source
+from seqpart.data.splits import Split, said_of_labels, said_of_rows
+from seqpart.errors import DataError
+
+
+def are_named(data: object) -> TypeGuard[Mapping[str, object]]:
+    """True for a dict of data sets by name, and not of tensors: {"val": (x, y), "shifted": loader}."""
+    if not isinstance(data, Mapping) or not data or not all(isinstance(name, str) for name in data):
+        return False
+    return not any(hasattr(part, "shape") and not isinstance(part, Split) for part in data.values()) and not any(
+        isinstance(part, list) and not hasattr(next(iter(part), None), "__len__") for part in data.values()
+    )
+
+
+def together(data: Mapping[str, object], read: Callable[[object], Split], name: str) -> Split:
+    """Returns the rows of all sets as one split. read: makes a split of one. Raises DataError for unlike sets."""
+    found = {}
+    for own, part in data.items():
+        try:
+            found[own] = read(part)
+        except DataError as error:
+            error.add_note(f"in the {name} set {own!r}")
+            raise
+    first = next(iter(found.values()))
+    for own, split in found.items():
+        for what, said in (("rows", said_of_rows), ("labels", said_of_labels)):
+            if said(split) != said(first):
+                raise DataError(f"{name} sets: expected {what} of one form; found {said(first)}, and {said(split)} in {own!r}.")
+    labels = torch.cat([split.labels for split in found.values()])
+    one = replace(first, name=name, count=sum(split.count for split in found.values()), labels=labels, some=None)
+    one = replace(one, sets=tuple((own, split.count) for own, split in found.items()), open=_in_turn(list(found.values())))
+    sources = [split.source for split in found.values()]
+    return one if all(source is None for source in sources) else replace(one, source=_joined(sources, name))
+
+
+def _in_turn(splits: Sequence[Split]) -> Callable[[], Iterator[torch.Tensor]]:
+    def passes() -> Iterator[torch.Tensor]:
+        for split in splits:
+            yield from split.open()
+
+    return passes
+
+
+def _joined(sources: Sequence[Any], name: str) -> Source:
+    """Returns the source of sets that are read anew in every evaluation."""
+    first: Source = sources[0]
+    alike = all(
+        isinstance(source, Source) and not source.streams and source.collate is first.collate and source.batch == first.batch
+        for source in sources
+    )
+    if not alike:
+        raise DataError(
+            f"{name} sets: those that are read again in every evaluation are data sets with len() and [i], or loaders of them "
+            "with one batch_size and collate_fn. Give such, or keep their rows: cache='rows'."
+        )
+    count = sum(source.count for source in sources)
+    return replace(first, items=ConcatDataset([source.items for source in sources]), count=count, rows=count)
