@@ -195,7 +195,7 @@ def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
         kind = "batch_size=None" if own is None else type(own).__name__
         raise DataError(
             f"{said} makes batches of its own, of any size ({kind}), but every update must have the same number of rows. Give "
-            "batch_size, and a sampler for the order."
+            "batch_size, and a sampler for the order; or take batches of up to a size in a loop of your own, Trainer.session."
         )
     streams = isinstance(items, IterableDataset)
     count = _known(items)
