@@ -28,6 +28,7 @@ class StepLosses:
         if not losses:
             raise OptionError("loss: expected functions by the names of a session's steps; found an empty dict.")
         self._losses = {name: (loss, needs_labels(loss)) for name, loss in losses.items()}
+        self.__qualname__ = f"of the steps {', '.join(losses)} together"
         self.labelled = any(labelled for _, labelled in self._losses.values())
         self.step: str | None = None
         """Name of the step that is being made."""
