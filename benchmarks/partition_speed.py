@@ -1,6 +1,7 @@
 """How fast a partition trains from the disk cache, against a plain PyTorch loop; how fast it is loaded and saved.
 
     python -m benchmarks.partition_speed
+    python -m benchmarks.partition_speed --quick      small sizes, to see that it runs; not kept
 
 One SIL epoch of an inner partition (residual blocks of width 2048, batch 256, Adam, prototype objective) is run by
 seqpart in one process, fed from the boundary cache on disk, and by a plain loop over inputs in memory in two others,
@@ -16,6 +17,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -23,8 +25,11 @@ from pathlib import Path
 
 from benchmarks.children import InTurn, answer, wait
 
-WIDTH, BLOCKS, BATCH, ROWS = 2048, 6, 256, 4096
-PAIRS, WARM = 7, 1
+QUICK = "--quick" in sys.argv
+WIDTH, BLOCKS, BATCH, ROWS = (64, 3, 32, 128) if QUICK else (2048, 6, 256, 4096)
+PAIRS, WARM = (1, 1) if QUICK else (7, 1)
+PROBE = (8 if QUICK else 512) << 20
+"""Bytes that the disk probe reads and writes."""
 
 
 def seqpart_worker(folder: Path) -> None:
@@ -86,7 +91,7 @@ def plain_epochs() -> None:
 
 
 def worker(name: str, folder: Path, environment: dict[str, str]) -> InTurn:
-    words = ["--worker", name, "--folder", str(folder)]
+    words = ["--worker", name, "--folder", str(folder), *(["--quick"] if QUICK else [])]
     return InTurn("benchmarks.partition_speed", words, {**os.environ, **environment})
 
 
@@ -121,7 +126,6 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
     from seqpart.model.optimizers import choose
     from seqpart.model.tensors import tensors_of
     from seqpart.profile.blocks import measure_chain
-    from seqpart.profile.partition import slot_bytes
     from seqpart.runtime.partition import Partition
     from seqpart.runtime.slots import Slot, at_once
     from seqpart.store.direct import probe_disk
@@ -138,7 +142,7 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
             views[name].copy_(tensor.detach())
         store.put(block.home, cost.layout, flat)
     partition = Partition(0, chain, costs, store, device, optimizer=adam, seed=0)
-    slot = Slot(device.empty(slot_bytes(costs, adam)).zero_(), at_once)
+    slot = Slot(device.empty(partition.needs(to_update=True, gradients=False)).zero_(), at_once)
 
     def load(*, learns: bool) -> None:
         partition.begin_load(slot, to_update=learns)
@@ -156,13 +160,13 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
         seen["load"].append(nbytes / (time.perf_counter() - began))
         drop()
         load(learns=True)
-        for parameter in partition.trainable:
+        for parameter in partition.trainable.values():
             parameter.grad = torch.zeros_like(parameter)
         partition.update()
         began = time.perf_counter()
         drop()
         seen["save"].append(nbytes / (time.perf_counter() - began))
-        read, write = probe_disk(folder, 512 << 20)
+        read, write = probe_disk(folder, PROBE)
         seen["probe_read"].append(read)
         seen["probe_write"].append(write)
         for kind, speed in fio(folder).items():
@@ -196,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", choices=["seqpart", "plain", "settled"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="directory on the disk to measure (default: a temporary one here)")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs; the result is not kept")
     options = parser.parse_args()
     if options.worker == "seqpart":
         return seqpart_worker(options.folder)
@@ -218,7 +223,8 @@ def main() -> None:
     for name, speed in home["bytes_per_second"].items():
         print(f"{name}: {speed / 1e9:.2f} GB/s")
     print(f"load {100 * home['load_share']:.0f} %, save {100 * home['save_share']:.0f} % of the program's own probe")
-    print(f"written to {save('partition_speed', result)}")
+    if not QUICK:
+        print(f"written to {save('partition_speed', result)}")
     return None
 
 
