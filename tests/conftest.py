@@ -56,7 +56,7 @@ def small_probe_of_the_disk():
     """A plan probes the disk with 64 MB: 0.2 s of each of a thousand short runs, whose plans hang on no speed."""
     from seqpart.profile.machine import MEASURED  # not before, as below
 
-    MEASURED.disk_probe = 8 << 20
+    MEASURED.disk_probe = 1 << 20
 
 
 @pytest.fixture

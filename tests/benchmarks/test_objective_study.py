@@ -32,7 +32,7 @@ def test_an_ideas_loss_falls_when_features_follow_its_gradient(name, shape, labe
     x = rows_read(shape, label_shape)
     optimizer = torch.optim.Adam([output, *judge.parameters()], lr=0.05)
     losses = []
-    for _ in range(60):
+    for _ in range(30):
         optimizer.zero_grad()
         value = judge(output, labels, x)
         value.backward()

@@ -160,7 +160,7 @@ def test_a_home_that_could_not_be_written_is_no_part_of_what_is_saved(way, arms,
                 stopped = True
         if stopped:
             assert ended(arm.fit(resume=arm.root)) == whole, at
-        at += 25
+        at += 60
 
 
 def test_a_home_that_cannot_be_removed_is_named(tmp_path, monkeypatch):

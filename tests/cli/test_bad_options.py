@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from seqpart.store.direct import explained
+from seqpart.train import main
 from tests.command import SMALL, Ran, call, command, files, refused
 from tests.given import write_idx, write_own
 
@@ -284,10 +285,17 @@ def test_several_mistakes_are_reported_at_once(capsys):
     assert refused(ran, 2, "--shuffle: expected", "--clip-grad-norm: expected", "--kappa goes with")
 
 
+@pytest.fixture(scope="module")
+def plan_text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    assert main([*SMALL, "--partitions", "0,2", "--dry-run", "--plan-out", str(path)]) == 0
+    return path.read_text()
+
+
 @pytest.fixture
-def saved_plan(tmp_path, capsys):
+def saved_plan(tmp_path, plan_text):
     path = tmp_path / "plan.json"
-    assert call(capsys, *SMALL, "--partitions", "0,2", "--dry-run", "--plan-out", path).code == 0
+    path.write_text(plan_text)
     return path
 
 

@@ -259,34 +259,32 @@ def test_once_settled_freed_memory_leaves_the_process(hole, tensor):
     A run whose process had used much memory before took the holes of its heap, one for each block, and passed its limit.
     """
     program = """
-import contextlib, sys, torch
+import contextlib, os, sys, torch
 from seqpart.device.device import Device
 from seqpart.device.usage import read_process
-hole, tensor = map(int, sys.argv[2:])
-count = 200_000_000 // hole * (sys.argv[1] == "settled")
+hole, tensor = map(int, sys.argv[1:])
+settled = os.fork() > 0
+count = 200_000_000 // hole * settled
 used = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(count) for nbytes in (hole, 100)]
 used, between = None, used[1::2]
-with Device().settled() if sys.argv[1] == "settled" else contextlib.nullcontext():
+with Device().settled() if settled else contextlib.nullcontext():
     before = read_process().anon
     many = [torch.ones(tensor, dtype=torch.uint8) for _ in range(100_000_000 // tensor)]
     last = torch.ones(tensor, dtype=torch.uint8)
     full = read_process().anon
     del many
-    print(full - before, read_process().anon - before)
+    if settled:
+        os.wait()  # what it printed comes first
+    print(full - before, read_process().anon - before, flush=True)
 """
-
-    def kept(how):
-        done = subprocess.run(
-            [sys.executable, "-c", program, how, str(hole), str(tensor)], capture_output=True, text=True, check=True,
-            timeout=120, env=dict(os.environ),
-        )  # fmt: skip
-        return map(int, done.stdout.split())
-
-    full, left = kept("settled")
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(hole), str(tensor)], capture_output=True, text=True, check=True, timeout=120,
+        env=dict(os.environ),
+    )  # fmt: skip
+    _, left_unsettled, full, left = map(int, done.stdout.split())
     assert full > 90_000_000
     # The last tensor, its pages, and what Python keeps of a thousand small objects.
     assert left < 5_000_000
-    _, left_unsettled = kept("not")
     assert left_unsettled > left, "there is nothing to settle here: the setting is not needed any more"
 
 

@@ -19,6 +19,7 @@ from seqpart.model.blocks import as_chain
 from seqpart.model.tensors import layout_of, tensors_of
 from seqpart.store.host_pool import HostPool
 from seqpart.store.store import Store
+from tests.choice import in_pairs
 
 PARTS = st.integers(1, 5)
 
@@ -115,10 +116,9 @@ def stores(folder):
     return {"disk": Store(folder, Device()), "host": Store(folder, Device(), HostPool(1 << 22, Device()))}
 
 
-@pytest.mark.parametrize("tier", ["disk", "host"])
-@pytest.mark.parametrize("name", chains())
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("piece", [1 << 20, 4096], ids=str)
+@pytest.mark.parametrize(
+    ("name", "count", "piece", "tier"), in_pairs([*chains()], [1, 2, 3], [1 << 20, 4096], ["disk", "host"]), ids=str
+)
 def test_what_is_split_and_merged_is_what_it_was(name, count, piece, tier, tmp_path, monkeypatch):
     """To the bit, whatever is in memory at a time; each part has what its module needs."""
     monkeypatch.setattr(moving, "WHOLE", piece)

@@ -99,8 +99,7 @@ def test_the_last_partition_learns_as_in_a_plain_loop_behind_frozen_layers(name,
     assert all(not torch.equal(found[key], first[key]) for key, _ in plain.named_parameters()), "all of them learned"
 
 
-@pytest.mark.parametrize("name", only_quick(KINDS, ["unet", "decoder"]))
-@pytest.mark.few(1)
+@pytest.mark.parametrize("name", only_quick(KINDS, ["dense"]))
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(name, monkeypatch, tmp_path):
     """Also while rows of several values are written, between their boundary and the next, and in recovery."""
     arm = Arm(

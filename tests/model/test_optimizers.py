@@ -798,7 +798,7 @@ def test_a_schedule_for_an_optimizer_without_a_learning_rate_is_refused(options,
 def test_optimizers_of_other_libraries_that_would_train_otherwise_are_refused_by_name(library, name, words):
     kind = getattr(pytest.importorskip(library), name)
     with pytest.raises(OptionError, match=f"optimizer {name}: .*{words}"):
-        found(kind, (64, 64), (64,))
+        found(kind, (8, 8), (8,))
 
 
 @pytest.mark.parametrize(
