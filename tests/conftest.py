@@ -4,8 +4,6 @@ import gc
 import importlib
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -69,7 +67,7 @@ def known_machine(monkeypatch):
 
 @pytest.fixture(scope="session")
 def processes():
-    """Runs that may be killed, begun from one process that has loaded everything, which takes 4 s."""
+    """Runs that may be killed, and tests alone, begun from one process that has loaded everything, which takes 4 s."""
     from tests.resuming import Processes  # not before, as above
 
     made = Processes()
@@ -102,13 +100,12 @@ def pytest_pyfunc_call(pyfuncitem):
     megabytes, comes and goes while a run is planned and measured, and would decide whether it keeps a tight limit."""
     if pyfuncitem.get_closest_marker("own_process") is None or OWN in os.environ:
         return None
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "", pyfuncitem.nodeid]
-    root = pyfuncitem.config.rootpath
-    done = subprocess.run(command, cwd=root, env={**os.environ, OWN: "1"}, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.fail(done.stdout + done.stderr, pytrace=False)
-    if "1 passed" not in done.stdout:
-        pytest.skip(done.stdout)
+    folder = pyfuncitem._request.getfixturevalue("tmp_path")
+    status, said = pyfuncitem._request.getfixturevalue("processes").test(folder, pyfuncitem.nodeid)
+    if status:
+        pytest.fail(said, pytrace=False)
+    if "1 passed" not in said:
+        pytest.skip(said)
     return True
 
 

@@ -1,6 +1,7 @@
 """Runs that are stopped again and again and go on, here or as processes, and what a run that was left alone ends with.
 
-As a program it imports once and then forks the command for each line of its input, which says when it is to be killed.
+As a program it imports once and then forks for each line of its input: the command, which may be killed where the line says, or
+one test, in a process that no other test has used.
 """
 
 import builtins
@@ -21,6 +22,8 @@ if __name__ == "__main__":
     from seqpart.launch import prepare
 
     prepare()  # before torch is loaded
+
+import pytest
 
 from seqpart import Trainer
 from seqpart.checkpoint.run_directory import RunDirectory
@@ -135,8 +138,11 @@ PLACES = {
 """Calls that a process may die in front of."""
 
 
+ALONE = ["-n", "0", "-p", "no:cacheprovider", "-m", "", "-W", "ignore:Module already:pytest.PytestAssertRewriteWarning"]
+
+
 class Processes:
-    """Forks the command from one process that has imported already."""
+    """Forks the command, or a test, from one process that has imported already."""
 
     def __init__(self):
         self._server = subprocess.Popen(
@@ -149,7 +155,14 @@ class Processes:
 
         Returns (exit status, seconds, calls of each place unless it was killed).
         """
-        order = {"folder": str(folder), "arguments": list(map(str, arguments)), "after": after, "at": at}
+        return self._order(folder=str(folder), arguments=list(map(str, arguments)), after=after, at=at)
+
+    def test(self, folder, name):
+        """Runs the test `name`. Returns the exit status, and what pytest prints, by way of the file `said` in `folder`."""
+        status, *_ = self._order(folder=str(folder), test=name, after=None)
+        return status, (folder / "said").read_text()
+
+    def _order(self, **order):
         print(json.dumps(order), file=self._server.stdin, flush=True)
         return tuple(json.loads(self._server.stdout.readline()))
 
@@ -158,7 +171,7 @@ class Processes:
 
 
 def serve():
-    importlib.import_module("torch._dynamo")  # torch brings it when the first optimizer is made: half of so short a run
+    conftest = importlib.import_module("tests.conftest")  # and torch._dynamo, which torch would bring: half of so short a run
     gc.collect()
     gc.freeze()  # as in conftest
     for line in sys.stdin:
@@ -167,6 +180,10 @@ def serve():
         counts.unlink(missing_ok=True)
         began, child = time.monotonic(), os.fork()
         if not child:
+            say_into(Path(order["folder"]) / "said")
+            if "test" in order:
+                os.environ[conftest.OWN] = "1"
+                os._exit(pytest.main([*ALONE, order["test"]]))
             become(order, counts)
         while order["after"] is not None and not has_ended(child):
             if time.monotonic() - began > order["after"]:
@@ -183,13 +200,16 @@ def has_ended(child):
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
+def say_into(path):
+    said = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+
+
 def become(order, counts):
     """The command, in this process."""
     os.chdir(order["folder"])
     sys.path.insert(0, "")
-    said = os.open("said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
     machine.known_speeds(builtins)
     called = dict.fromkeys(PLACES, 0)
     for place in PLACES:
