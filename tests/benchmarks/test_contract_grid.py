@@ -27,6 +27,7 @@ def test_the_models_have_the_published_numbers_of_parameters():
 
 
 @pytest.mark.parametrize(("model", "rows"), [(gpu_models.resnet50, gpu_models.images), (gpu_models.vit_b16, gpu_models.images)])
+@pytest.mark.few(1)
 def test_rows_pass_through_every_block(model, rows):
     (x, _), _ = rows(4)
     costs = measure_chain(as_chain(model()), tuple(x.shape[1:]), 2)

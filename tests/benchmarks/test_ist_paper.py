@@ -51,6 +51,7 @@ def test_what_is_counted_is_the_formulas_where_they_apply(arm, layers, subnets, 
 
 
 @pytest.mark.parametrize("arm", ["ist zero", "ist keep"])
+@pytest.mark.few(1)
 def test_a_run_moves_what_is_counted(arm, tmp_path):
     job = replace(SMALL, arm=arm, subnets=4)
     assert ist_costs.exchanges(job) == 2 * 2  # epochs of 4 updates

@@ -189,7 +189,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("method", ["streamed", "full"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.few(9)
+@pytest.mark.few(6)
 def test_what_a_model_does_beside_its_layers_is_done(name, method, tmp_path):
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -206,6 +206,7 @@ def test_a_complex_value_between_partitions_is_tested_and_evaluated_too(tmp_path
 
 
 @pytest.mark.parametrize("how", [How(keeps=0, offloads="disk"), How(method="checkpointed", keeps=0, offloads="host")], ids=str)
+@pytest.mark.few(1)
 def test_conjugate_and_negative_views_wait_elsewhere_as_what_they_are(how, monkeypatch, tmp_path):
     """They share the memory of what they are views of, which was read back as it lay: other gradients, in silence."""
 

@@ -135,7 +135,7 @@ class Both(nn.Module):
 
 @pytest.mark.parametrize("kind", [ByData, InAList, Gated, Sometimes, Always])
 @pytest.mark.parametrize("how", [How(), How(slots=2, keeps=0), How(method="checkpointed")], ids=str)
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_buffers_that_change_unseen_or_at_some_updates_have_the_bits_of_full(kind, how, monkeypatch, tmp_path):
     def model():
         torch.manual_seed(0)

@@ -30,7 +30,7 @@ class Noisy(nn.Linear):
 
 @pytest.mark.parametrize("offloads", ["disk", "host"])
 @pytest.mark.parametrize("kind", [Forces, Noisy])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_layer_whose_saved_tensors_are_asked_for_early_or_made_late_may_wait_elsewhere(kind, offloads, monkeypatch, tmp_path):
     """A KeyError, and gradients of what memory happened to hold."""
 

@@ -338,7 +338,7 @@ def by_identity(model):
 
 @pytest.mark.parametrize(("make", "on_meta"), [(Tied, True), (stacked, False), (stacked, True), (Tied, False)])
 @pytest.mark.parametrize("method", ["streamed", "full"])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_groups_by_identity_and_attributes_are_those_of_a_plain_loop_however_the_model_came(make, on_meta, method, tmp_path):
     """On the meta device others took the places of the parameters while a run lasted: each was in the wrong group."""
     torch.manual_seed(4)

@@ -51,7 +51,7 @@ DO_NOT = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", ADD_UP)
 def test_micro_batches_add_up_to_the_batch(case, tmp_path):
     form, loss = ADD_UP[case]
@@ -66,7 +66,7 @@ def test_micro_batches_add_up_to_the_batch(case, tmp_path):
     assert float(divided.test_loss) == pytest.approx(float(whole.test_loss), rel=1e-3)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", DO_NOT)
 def test_what_does_not_add_up_needs_a_micro_batch_that_the_limit_does_not_choose(case, tmp_path):
     form, loss = DO_NOT[case]
@@ -265,7 +265,7 @@ def test_a_value_that_cannot_be_kept_is_refused_when_it_is_used(tmp_path):
         trained(model, curious(2), (X, Y), tmp_path)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "form",
     [lambda net, h, s, v: (s, v.expand(-1, 7)), lambda net, h, s, v: (s, net.scale.expand(len(h), 7)),

@@ -98,7 +98,7 @@ def own(model, x, y):
 
 @models
 @pytest.mark.parametrize("method", ["streamed", "full"])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_model_learns_by_its_own_loss_as_in_a_plain_loop(name, method, tmp_path):
     kind, data = MODELS[name]
     (x, y), test = data(), data(8, 2)
@@ -119,6 +119,7 @@ def test_a_model_learns_by_its_own_loss_as_in_a_plain_loop(name, method, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["shifted", "loss alone"])
+@pytest.mark.few(1)
 def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(name, tmp_path):
     """Of labels that do not count there are more in one micro-batch than in another; a sum is added up as it is."""
     kind, data = MODELS[name]

@@ -109,7 +109,7 @@ def rows_of(split):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_an_update_is_that_of_the_whole_batch_however_it_is_divided(name, tmp_path):
     """It was a mean of the micro-batches' means: what was learned depended on their size, and with that on the limit."""
     model, loss, data, same = CASES[name]
@@ -128,6 +128,7 @@ def test_an_update_is_that_of_the_whole_batch_however_it_is_divided(name, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["the default, -100 in the labels", "sum and count"])
+@pytest.mark.few(1)
 def test_every_exact_method_weighs_micro_batches_alike_also_under_clipping(name, tmp_path):
     model, loss, data, _ = CASES[name]
     options = {"micro_batch_size": 3, "clip_grad_norm": 0.1}
@@ -368,6 +369,7 @@ ODD = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(2)), torch.ar
 
 @pytest.mark.parametrize("method", ["full", "streamed"])
 @pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.few(2)
 def test_a_loss_that_chooses_rows_by_their_outputs_is_refused_in_the_first_update(method, micro, tmp_path):
     """The six rows of a trial were all among the hardest six: it trained to other weights with every other micro-batch, and so
     with every other limit, in silence."""

@@ -153,7 +153,7 @@ def test_a_layer_whose_outputs_hang_on_an_attribute_that_it_changes_is_refused_b
 
 @pytest.mark.parametrize("method", ["full", "streamed", "checkpointed"])
 @pytest.mark.parametrize("kind", [CountsInABuffer, MeanInABuffer])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_in_a_buffer_it_is_there_again_when_a_run_goes_on(kind, method, tmp_path):
     whole = ended(trained(kind, tmp_path / "whole", method))
     with pytest.raises(Interrupted):

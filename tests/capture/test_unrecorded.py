@@ -278,6 +278,7 @@ class ForwardHooked(Net):
 
 
 @pytest.mark.parametrize("kind", [Drops, Caches, SharesAPart, ReadsConstant, ForwardHooked], ids=lambda kind: kind.__name__)
+@pytest.mark.few(3)
 def test_what_is_the_same_at_every_step_is_done_as_in_a_plain_loop(kind, tmp_path):
     torch.manual_seed(0)
     model = kind()

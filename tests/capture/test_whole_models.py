@@ -27,6 +27,7 @@ def trainer(model, folder, **options):
 
 
 @pytest.mark.parametrize("name", ["unet", "dense", "bands"])
+@pytest.mark.few(2)
 def test_a_given_model_has_the_weights_of_a_plain_loop_when_fit_returns(name, tmp_path):
     kind, data = MODELS[name]
     (x, y), test = data()

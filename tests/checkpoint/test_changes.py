@@ -47,6 +47,7 @@ OTHER = {"lr": 3e-3, "clip_grad_norm": 0.5, "weight_decay": 0.1, "lr_schedule": 
 
 
 @pytest.mark.parametrize("how", [How(slots=2), How("sil")], ids=str)
+@pytest.mark.few(1)
 def test_other_numbers_hold_from_the_next_update_on_and_are_said(how, arms):
     """The three methods agree with one another where one partition learns all, and each with a run that changed at a save."""
     arm = arms(how)

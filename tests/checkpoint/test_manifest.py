@@ -93,7 +93,7 @@ def assert_both_serve(root, at_least, budget):
 
 
 @disk_and_ram
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_that_dies_before_any_change_of_the_disk_can_go_on(runs):
     """Each call that changes the disk, of a run that resumes, updates and saves, is once the last one it came to.
 
@@ -323,6 +323,7 @@ def test_a_manifest_damaged_while_the_run_lives_does_not_replace_the_one_before(
 
 @BUDGETS
 @pytest.mark.parametrize("failing", [*CALLS[:4], "write"])
+@pytest.mark.few(5)
 def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoints_that_there_were(root, monkeypatch, budget, failing):
     go_on(root, budget, 2)
     with opened(root, budget) as (store, boundaries):

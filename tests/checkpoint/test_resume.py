@@ -318,7 +318,7 @@ def test_an_update_that_memory_ends_half_way_is_taken_back_from_the_disk_and_mad
     ids=["the first stays", "the last stays", "all stay", "all weights stay", "the first stays, and weights of the second"],
 )
 @pytest.mark.parametrize("tier", ["disk", "host"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_partitions_that_stay_are_what_they_were_when_memory_ends_an_update_half_way(arms, monkeypatch, stays, tier):
     """All are taken back from their homes, which those that stay have written at the last checkpoint."""
     options = {"ram_limit": "50MB"} if tier == "host" else {}
@@ -339,7 +339,7 @@ def test_partitions_that_stay_are_what_they_were_when_memory_ends_an_update_half
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}], ids=["", "clipped"])
 @pytest.mark.parametrize("how", [How(weights=1), How(slots=2, weights=1, keeps=0)], ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_statistics_are_what_they_were_when_memory_ends_a_backward_pass_though_weights_stay(arms, how, options, monkeypatch):
     """Where the weights stayed, so did the statistics of the update that never was, and went home with them."""
     results = []
@@ -354,7 +354,7 @@ def test_statistics_are_what_they_were_when_memory_ends_a_backward_pass_though_w
 
 @pytest.mark.parametrize("put", [2, 3])
 @pytest.mark.parametrize("how", [How(slots=2, weights=1), How(slots=2, stays=0.34, weights=1)], ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_state_that_could_not_be_written_is_in_no_checkpoint_though_weights_stay(arms, how, put, monkeypatch, tmp_path):
     """A visit without a slot forgot that it was on its way: the next checkpoint had the state of the update before."""
     arm = arms(dropping, (12,), how, partitions=(0, 2, 3), optimizer="adam", micro_batch_size=4, epochs=2, test_every=1)

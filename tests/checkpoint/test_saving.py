@@ -89,7 +89,7 @@ def advised(error):
     ],
     ids=str,
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_an_optimizer_step_that_overflows_leaves_a_checkpoint_from_before_it(how, call, words, path, arms, spoiled):
     """With a save after every update both checkpoints held NaN by the end of the pass, where alone it was noticed; a run
     that goes on from the one that the message names ends with the bits of one in which nothing overflowed."""

@@ -65,6 +65,7 @@ ABSURD = {
 
 
 @pytest.mark.parametrize("text", PLANNED)
+@pytest.mark.few(4)
 def test_a_large_number_that_costs_nothing_is_planned(text, here, capsys):
     """200 million epochs were so many objects before anything was planned: the command seemed to hang."""
     began = time.process_time()

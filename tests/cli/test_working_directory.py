@@ -54,6 +54,7 @@ def elsewhere(tmp_path, monkeypatch):
     ("method", "place"),
     [("full", {}), ("sil", {"output_dir": "mine"}), ("streamed", {"output_dir": "mine", "offload_dir": "homes"})],
 )
+@pytest.mark.few(1)
 def test_a_callback_that_changes_the_working_directory_changes_nothing(tmp_path, elsewhere, method, place):
     found = trainer(method, **place).fit(ROWS, ROWS, callbacks=[At(3, lambda: os.chdir(elsewhere))])
     expected = trainer(method, output_dir=tmp_path / "expected").fit(ROWS, ROWS)

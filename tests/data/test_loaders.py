@@ -127,7 +127,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("way", "method"), in_turn([*WAYS], ["full", "streamed"]))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_any_number_of_workers_gives_the_same_bits(way, method, tmp_path):
     options = {"method": method, "partitions": 2 if method == "streamed" else 1, "batch_size": BATCH, "micro_batch_size": 3}
     runs = [bits(trained(tmp_path, WAYS[way](), name=f"{n}", workers=n, **options)) for n in (0, 1, 3)]

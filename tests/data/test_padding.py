@@ -137,7 +137,7 @@ BY_PLACE = {1: 0}
 @pytest.mark.parametrize("method", ["full", "streamed"])
 @pytest.mark.parametrize("collate", [by_name, in_pairs, by_place])
 @pytest.mark.parametrize(("length", "makes"), [(LONG, LONG), ("longest", LONGEST)])
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_any_loader_trains_to_the_bits_of_a_plain_loop_padded_to_that_length(length, makes, collate, method, tmp_path):
     values = BY_PLACE if collate is by_place else {}
     options = {"partitions": 2} if method == "streamed" else {}
@@ -182,6 +182,7 @@ def test_rows_are_padded_without_a_collate_fn_too(way, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.few(1)
 def test_a_run_that_was_interrupted_goes_on_within_an_epoch(workers, tmp_path):
     def fit(folder, **options):
         new = {} if "resume" in options else {"output_dir": tmp_path / folder}
@@ -229,6 +230,7 @@ def test_test_rows_and_evaluations_are_padded_alike(tmp_path):
 @pytest.mark.parametrize(
     "options", [{}, {"method": "streamed", "partitions": 2, "micro_batch_size": 2}], ids=["full", "streamed"]
 )
+@pytest.mark.few(2)
 def test_every_step_of_a_loop_of_ones_own_may_have_rows_of_another_length(example, options, tmp_path):
     batches = list(loader())
     assert len({batch["labels"].shape[1] for batch in batches}) > 1

@@ -25,7 +25,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("name", FROZEN)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_frozen_layers_stay_and_the_others_learn_as_in_the_whole_network(name, tmp_path):
     """In float64, where the order of additions does not show."""
     data = images(dtype=torch.float64)

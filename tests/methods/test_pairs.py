@@ -128,7 +128,7 @@ def plain(model, data, *, micro, epochs=2, lr=1e-2):
 
 @pytest.mark.parametrize("model", [convolutional, dense])
 @pytest.mark.parametrize("micro", [12, 5])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_its_bits_are_those_of_a_plain_loop_over_pairs_in_the_order_that_is_documented(model, micro, tmp_path):
     data = images()
     found = load_file(fit(tmp_path / "run", model(), data, micro_batch_size=micro).weights)

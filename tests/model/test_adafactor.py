@@ -29,7 +29,7 @@ def network():
     ids=str,
 )
 @pytest.mark.parametrize("optimizer", ["adafactor", lambda parameters: torch.optim.Adafactor(parameters, lr=0.02)])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_every_way_gives_the_bits_of_full_training_row_and_column_included(how, optimizer, monkeypatch, tmp_path):
     options = {"optimizer": optimizer, "clip_grad_norm": 0.5}
     arm = Trained(monkeypatch, tmp_path, network, numbers((2, 5, 5)), partitions=(0, 3, 5))

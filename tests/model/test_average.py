@@ -81,7 +81,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("build", [chain, tied])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_average_is_that_of_torchs_averaged_model_parameter_by_parameter(build, way, tmp_path):
     if build is tied and way == "one partition of sil":
         pytest.skip("sil takes no shared parameters")
@@ -179,7 +179,7 @@ def test_the_weights_are_those_of_a_run_without_it(tmp_path):
     in_turn([How(), How(slots=2, keeps=0), How(stays=0.5), How(weights=1), How(method="full")], [interrupt, kill]),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_that_is_stopped_anywhere_leaves_the_average_of_one_that_was_not(how, end, monkeypatch, tmp_path):
     # Plans are forced here, and a test of the average has one of its own: there are no test rows.
     options = {"optimizer": "adamw", "epochs": EPOCHS, "ema": DECAY, "partitions": (0, 2, 4)}

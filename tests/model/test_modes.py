@@ -80,7 +80,7 @@ CASES = [(Normed, "streamed"), (stacked, "full"), (stacked, "streamed"), (listed
 
 
 @pytest.mark.parametrize(("make", "method"), CASES)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_part_that_came_in_evaluation_trains_to_the_bits_of_a_plain_loop_that_lets_it_evaluate(make, method, tmp_path):
     """It trained with the batch's statistics, and its own moved, in silence: a frozen BatchNorm for small batches."""
     torch.manual_seed(1)

@@ -436,6 +436,7 @@ def test_a_run_has_the_bits_of_a_plain_loop_whatever_its_state_hangs_on(build, t
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("options", [{}, {"method": "sil", "partitions": 2}], ids=["streamed", "sil"])
+@pytest.mark.few(2)
 def test_torch_s_default_type_is_nothing_to_parameters_that_have_one(dtype, options, tmp_path):
     """AdamW was refused: its state was float32's, and that of the trial steps of the default type."""
 
@@ -529,6 +530,7 @@ OF_ALL_KINDS = {
 
 
 @pytest.mark.parametrize("build", OF_ALL_KINDS.values(), ids=OF_ALL_KINDS)
+@pytest.mark.few(6)
 def test_an_optimizer_that_is_built_anew_knows_all_that_it_knew(build):
     """Whatever was no tensor that began as zeros was refused: 90 of 142 optimizers of torch and pytorch_optimizer."""
     choice = describe("", build)
@@ -734,6 +736,7 @@ def by_name(named_parameters):
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("options", [{}, {"method": "full", "partitions": 1}], ids=["streamed", "full"])
 @pytest.mark.parametrize("build", [two, by_name])
+@pytest.mark.few(2)
 def test_a_function_may_return_several_optimizers_and_know_names(build, options, tmp_path):
     """A partition, or one parameter of a trial, may need one of them alone: "optimizer got an empty parameter list"."""
     weights, _ = trained(build, tmp_path, **options)
@@ -814,6 +817,7 @@ def test_optimizers_of_other_libraries_that_would_train_otherwise_are_refused_by
         ("timm.optim", "Lion"),
     ],
 )
+@pytest.mark.few(5)
 def test_optimizers_of_other_libraries_whose_state_has_a_home_have_the_same_bits(library, name):
     """adafactorbv's row and column have no dimension of 1, and its momentum is bfloat16."""
     kind, options = getattr(pytest.importorskip(library), name), {"lr": 0.01} if library != "transformers.optimization" else {}
@@ -830,6 +834,7 @@ def by_place(parameters):
 
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("build", [by_place, lambda p: FindsItsRate(p, lr=0.1)], ids=["groups by place", "FindsItsRate"])
+@pytest.mark.few(1)
 def test_an_optimizer_of_all_parameters_together_goes_with_one_partition_alone(build, tmp_path):
     """It was refused everywhere; streamed, only the first partition's parameters would have had their group."""
     for number, options in enumerate(({}, {"method": "sil"}, {"method": "auto"}, {"method": "checkpointed"})):

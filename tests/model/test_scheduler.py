@@ -89,7 +89,7 @@ def trained(folder, schedule, **options):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 def test_a_run_has_the_bits_of_a_plain_loop_that_steps_the_scheduler(schedule, name, tmp_path):
     model, (train, _) = network(), numbers((6,))
     x, y = train.open()[0].float(), train.labels
@@ -112,6 +112,7 @@ def test_a_run_has_the_bits_of_a_plain_loop_that_steps_the_scheduler(schedule, n
 @pytest.mark.parametrize(
     "given", [None, lambda parameters: torch.optim.SGD(parameters, lr=0.01)], ids=["by name", "a function"]
 )
+@pytest.mark.few(2)
 def test_a_momentum_that_the_scheduler_sets_is_planned_and_kept(given, momentum, monkeypatch, tmp_path):
     """SGD has none unasked, so that no state was planned; OneCycleLR gives it one, which each partition forgot as it left."""
     if given is None:
@@ -161,6 +162,7 @@ def test_every_way_gives_the_bits_of_full_training(how, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("end", [interrupt, kill])
+@pytest.mark.few(1)
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(end, monkeypatch, tmp_path):
     options = {"optimizer": "adamw", "epochs": EPOCHS, "lr_schedule": one_cycle, "partitions": (0, 2, 4)}
     arm = Arm(monkeypatch, tmp_path, How(slots=2), network, numbers((6,)), **options)

@@ -232,6 +232,7 @@ def test_names_that_are_missing_or_unknown_are_refused_with_some_of_them_and_not
 
 
 @pytest.mark.parametrize(("kind", "shards"), [(empty, False), (made, True)])
+@pytest.mark.few(1)
 def test_two_values_for_names_of_one_parameter_are_refused_and_the_cure_trains_both(kind, shards, tmp_path):
     """One of the two was taken and the other lost, without a word: flan-T5's checkpoints, whose configuration ties."""
     whole, x = made("traced"), data()

@@ -129,7 +129,7 @@ def test_what_is_frozen_stays_from_the_next_update_on(way, method, name, clip, t
 
 
 @pytest.mark.parametrize(("method", "name"), [("auto", "unfreeze"), *in_pairs(["full", "streamed"], [*LATER])])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_what_is_to_learn_later_has_a_plan_made_anew(method, name, tmp_path):
     """The state of what was trained stays, also of what was frozen since."""
     frozen, updates = LATER[name]
@@ -139,7 +139,7 @@ def test_what_is_to_learn_later_has_a_plan_made_anew(method, name, tmp_path):
 @pytest.mark.parametrize(
     ("stop", "name", "save"), in_pairs([3, 5, 7], ["one of two in a block", "freeze, unfreeze another"], ["never", "2"])
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_run_that_is_stopped_and_goes_on_knows_who_learns(stop, name, save, tmp_path):
     """The program that goes on builds the model as it was at first."""
     frozen, updates = {**CHANGES, **LATER}[name]
@@ -272,7 +272,7 @@ def plainly_in_stages(model, clip=None):
 
 
 @pytest.mark.parametrize(("way", "method", "clip"), in_pairs(WAYS, ["full", "streamed", "checkpointed"], [None, 0.3]))
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_parameters_learn_by_name_and_time_as_in_a_plain_loop(way, method, clip, tmp_path):
     """Also one that the user had frozen. Afterwards requires_grad is the user's again."""
     options = {"clip_grad_norm": clip} if clip else {}

@@ -95,6 +95,7 @@ def test_full_equals_a_plain_loop(optimizer, batch, micro_batch, shuffle, tmp_pa
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("partitions", [(0, 3), (0, 2, 4)])
+@pytest.mark.few(4)
 def test_sil_equals_the_papers_algorithm_written_plainly(objective, partitions, tmp_path):
     (x, y), (x_test, y_test), seed = data(), data(30, 1), 5
     result = Trainer(
@@ -153,6 +154,7 @@ def test_one_partition_of_sil_is_full_training(tmp_path):
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp32", "bf16"])
+@pytest.mark.few(1)
 def test_the_ram_tier_gives_the_same_bits_as_the_disk(cache_dtype, tmp_path):
     disk = fitted(tmp_path, "disk", partitions=3, cache_dtype=cache_dtype)
     ram = fitted(tmp_path, "ram", partitions=3, cache_dtype=cache_dtype, ram_limit="100MB")
@@ -230,7 +232,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("method", ["full", "checkpointed", "streamed"])
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize(("batch", "wide"), [(16, torch.float64), (1, torch.float32)], ids=["last row alone", "row by row"])
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_one_row_through_weights_behind_odd_tensors_has_the_bits_of_a_plain_loop(tmp_path, method, options, batch, wide):
     """Tensors lay one right behind the other, so that matrices began off a cache line, where the product with one row rounds
     otherwise; and norms of two types were added up in another order than torch's."""

@@ -83,6 +83,7 @@ def same(one, other):
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+@pytest.mark.few(2)
 def test_an_error_between_the_steps_of_partitions_takes_nothing_away_in_silence(resources):
     """Where weights stay a session went back to where it began, with `updates` as before and no word."""
     behind = []
@@ -131,6 +132,7 @@ def nothing(session):
     "before", [nothing, lambda s: s.evaluate(batch()), lambda s: s.state_dict()], ids=["step", "test", "dict"]
 )
 @pytest.mark.parametrize("rows", [BATCH, 5])
+@pytest.mark.few(3)
 def test_a_batch_with_a_nan_leaves_a_session_that_goes_on_and_keeps_what_was_trained(before, rows):
     """With other rows than the batch before it, or behind an evaluation, it left a pass that had no batch: the end of the block
     was a false lack of memory, and all weights were lost."""

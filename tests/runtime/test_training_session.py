@@ -76,6 +76,7 @@ def test_the_steps_of_a_loop_have_the_bits_of_a_plain_one(options, tmp_path):
 
 
 @pytest.mark.parametrize("options", WAYS[:3], ids=str)
+@pytest.mark.few(2)
 def test_evaluations_and_exports_in_between_change_nothing(options, tmp_path):
     batches, rows = [batch for _ in range(2) for batch in loader()], data(41, 1)
     found = []
@@ -297,7 +298,7 @@ def signalled(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("options", WAYS[:3], ids=str)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_signal_waits_for_the_end_of_the_step_and_leaves_the_session_as_it_is(number, options, tmp_path, signalled):
     """It ended the step half-way, and the session with it: everything that the loop had trained was lost."""
     batches = list(loader())

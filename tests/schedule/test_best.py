@@ -90,7 +90,7 @@ def arm_of(monkeypatch, folder, how, **options):
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_result_is_that_of_the_best_evaluation(how, monkeypatch, tmp_path):
     """Nine updates, an evaluation behind every two and the last: the best is the second, behind update 4."""
     arm = arm_of(monkeypatch, tmp_path, how)
@@ -105,6 +105,7 @@ def test_the_result_is_that_of_the_best_evaluation(how, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("values", "patience", "updates"), [([3, 1, 2, 5, 4], 2, 8), ([1, 2, 2, 2, 2], 1, 4), ([5, 4, 3, 2, 1], 1, 9)]
 )
+@pytest.mark.few(2)
 def test_training_ends_behind_so_many_evaluations_without_a_better_one(values, patience, updates, monkeypatch, tmp_path):
     arm = arm_of(monkeypatch, tmp_path, FULL)
     reporter = Stopping()

@@ -67,6 +67,7 @@ class Noting(Reporter):
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.few(1)
 def test_the_speed_of_a_pass_that_goes_on_is_that_of_the_rows_that_were_left(options, tmp_path):
     """All rows of the epoch were counted, over the seconds of the rest: 1,443 samples/s at 560."""
     directory, noting, listening = stopped(tmp_path, **options), Noting(), Listening()

@@ -45,7 +45,7 @@ class Losses(Reporter):
     ],
     ids=str,
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_training_ends_with_the_same_bits_and_the_last_test_is_the_result(how, options, monkeypatch, tmp_path):
     arm = Arm(monkeypatch, tmp_path, how, fresh(statistics), numbers((12,)), epochs=3, **options)
     alone = ended(arm.fit("alone"))
