@@ -262,12 +262,14 @@ FIELD = '''    look_ahead: Annotated[PerPartition[float], Note(most=9, number="n
     """How far, per partition."""
 '''
 EVERYWHERE = """
+import runpy
 from pathlib import Path
 from torch import nn
 from seqpart import BadInput, Trainer
 from seqpart.cli.arguments import gathered, groups_of, kept_options, options_of
 from seqpart.cli.job import Job
-from seqpart.options import Options
+
+runpy.run_path("tools/write_options.py", run_name="__main__")
 
 def typed(*words):
     return options_of(Job, gathered(["--mem-limit", "1GB", *words], Job), "test")
@@ -277,7 +279,8 @@ assert job.look_ahead == typed("--ahead=1,2").look_ahead == (1.0, 2.0) and typed
 Path("run.toml").write_text("look-ahead = [1, 2]")
 assert typed("--config", "run.toml").look_ahead == (1.0, 2.0)
 assert kept_options(job)["look_ahead"] == (1.0, 2.0)
-assert "look_ahead" in groups_of(Job)["training"] and "look_ahead" in Options.__annotations__
+assert "look_ahead" in groups_of(Job)["training"]
+assert "    look_ahead: PerPartition[float]" in Path("seqpart/options.py").read_text()
 settings = Trainer([lambda: nn.Linear(2, 2)], mem_limit="2GB", method="auto", look_ahead=[1, 2]).settings
 assert (settings.look_ahead, settings.texts()["look_ahead"], settings.to_json()["look_ahead"]) == ((1, 2), "1,2", (1, 2))
 for value in ("far", [1, 10]):
@@ -298,7 +301,6 @@ def test_an_option_is_one_field(tmp_path):
     config.write_text(config.read_text().replace("    momentum: float", f"{FIELD}    momentum: float"))
     (tmp_path / "docs").mkdir()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    subprocess.run([sys.executable, "tools/write_options.py"], cwd=tmp_path, env=environment, check=True)
     ran = subprocess.run([sys.executable, "-c", EVERYWHERE], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "look_ahead: expected a number, or a list of them; found 'far'." in ran.stdout

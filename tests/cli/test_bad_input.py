@@ -104,7 +104,7 @@ def test_rows_that_do_not_fit_the_model_are_named_without_torch_s_own_traceback(
 def test_a_model_that_is_not_there_is_refused(over):
     over.refused(
         2, "--model nothere.models:net: no module named 'nothere'", arguments=["--model", "nothere.models:net"],
-        small=["--mem-limit", "2GB"],
+        small=["--mem-limit", "2GB"], own_process=False,
     )  # fmt: skip
 
 

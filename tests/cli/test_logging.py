@@ -19,44 +19,60 @@ COMMANDS = {"train.py", "__main__.py"}
 """Who may print: the command, and `report`, by which it does."""
 
 PROGRAM = """
-    import logging, sys
-    import torch
+    import logging, os, sys
+    import torch, torch._dynamo
     from torch import nn
     from seqpart import Trainer
 
-    {setup}
-    x, y = torch.randn(32, 8), torch.arange(32) % 3
-    options = dict(mem_limit="2GB", method="full", epochs=1, output_dir="out")
-    Trainer([lambda: nn.Linear(8, 3)], quiet={quiet}, **options).fit((x, y), (x, y))
+    def run(setup, quiet):
+        exec(setup)
+        x, y = torch.randn(32, 8), torch.arange(32) % 3
+        options = dict(mem_limit="2GB", method="full", epochs=1, output_dir="out", overwrite=True)
+        Trainer([lambda: nn.Linear(8, 3)], quiet=quiet, **options).fit((x, y), (x, y))
+
+    for name, case in {cases}.items():  # each in a process that has imported already
+        if not os.fork():
+            for number, kind in (1, "out"), (2, "err"):
+                os.dup2(os.open(name + "." + kind, os.O_WRONLY | os.O_CREAT), number)
+            run(*case)
+            sys.stdout.flush()
+            os._exit(0)
+        assert os.wait()[1] == 0, name
 """
 INFO = 'logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s %(levelname)s %(message)s")'
-DEFAULT = "logging.basicConfig()"
+CASES = {
+    "silent": ("", True), "by default": ("logging.basicConfig()", False), "heard": (INFO, False), "heard alone": (INFO, True)
+}  # fmt: skip
+"""What a program of its own does before it trains, and whether it is quiet."""
 
 
-def program(folder, *, setup="", quiet=False):
-    (folder / "program.py").write_text(textwrap.dedent(PROGRAM.format(setup=setup, quiet=quiet)))
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What a program of each case prints, and its errors."""
+    folder = tmp_path_factory.mktemp("programs")
+    (folder / "program.py").write_text(textwrap.dedent(PROGRAM.format(cases=CASES)))
     done = subprocess.run(
         [sys.executable, "program.py"], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS,
         check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
+    texts = {name: tuple((folder / f"{name}.{kind}").read_text() for kind in ("out", "err")) for name in CASES}
+    assert done.returncode == 0, (done.stderr, texts)
+    return texts
 
 
-def test_quiet_prints_nothing(tmp_path):
-    assert program(tmp_path, quiet=True) == ("", "")
+def test_quiet_prints_nothing(said):
+    assert said["silent"] == ("", "")
 
 
-def test_what_is_said_is_printed_where_nobody_has_set_logging_up(tmp_path):
-    out, err = program(tmp_path, setup=DEFAULT)
+def test_what_is_said_is_printed_where_nobody_has_set_logging_up(said):
+    out, err = said["by default"]
     assert err == ""
     assert "plan for 27 parameters" in out and out.splitlines()[-1].startswith("proof: limit 2.00 GB")
 
 
-@pytest.mark.parametrize("quiet", [True, False])
-@pytest.mark.few(1)
-def test_a_handler_of_the_programs_own_gets_all_of_it_once(quiet, tmp_path):
-    out, err = program(tmp_path, setup=INFO, quiet=quiet)
+@pytest.mark.parametrize("case", ["heard", "heard alone"])
+def test_a_handler_of_the_programs_own_gets_all_of_it_once(case, said):
+    out, err = said[case]
     lines = err.splitlines()
     assert out == ""
     assert sum(line.startswith("seqpart INFO plan for 27 parameters") for line in lines) == 1

@@ -21,9 +21,9 @@ from seqpart.device.sampler import MEMORY, Timeline
 from seqpart.errors import Interrupted, SeqpartError
 from seqpart.report.page import Axis, Series, document, figure, thinned, ticks
 from seqpart.report.page_data import read_run
-from seqpart.train import run_command
+from seqpart.train import main, run_command
 from seqpart.units import format_size
-from tests.command import SMALL, Ran, end, refused, run, start
+from tests.command import SMALL, Ran, end, refused, start
 from tests.given import trained
 
 VOID = {"meta", "path", "br"}
@@ -69,10 +69,8 @@ def report(capsys, *arguments):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    ran = run(
-        folder, *SMALL, "--method", "streamed", "--partitions", "2", "--epochs", "2", "--ema", "0.9", "--output-dir", "out"
-    )
-    assert ran.code == 0, ran.err
+    options = ["--method", "streamed", "--partitions", "2", "--epochs", "2", "--ema", "0.9"]
+    assert main([*SMALL, *options, "--output-dir", str(folder / "out")]) == 0
     return folder / "out"
 
 

@@ -66,6 +66,7 @@ def test_a_model_is_proven_to_train_the_same_both_ways(name, method):
     assert found.comparisons > 4 * found.tensors * 0.9  # nearly all are seen before every update, and again at the end
     assert found.caught not in ("", "the loss")  # a gradient of the first update, or a statistic of its replay
     assert f"proof: {method} in 3 partitions" in str(found)
+    assert len(found.cuts) == 2, "it was cut elsewhere too"
 
 
 @pytest.mark.slow
