@@ -34,7 +34,7 @@ CUT = ["--partitions", "0,1,2,3"]
 STREAMED = ["--method", "streamed", *CUT, *ADAM, "--clip-grad-norm", "0.5"]
 MIDST = ["load", "write", "save", "rename", "update"]
 CASES = {
-    "streamed, clipped": (STREAMED, ["plan", None]),
+    "streamed, clipped": (STREAMED, ["plan"]),
     "sil, in host memory": (["--method", "sil", *CUT, *SGD, "--recovery-epochs", "1", "--ram-limit", "20MB"], ["export"]),
     "checkpointed, elsewhere": (["--method", "checkpointed", *CUT, *ADAM, "--offload-dir", "fast"], [None, "publish"]),
     "full, bf16": (["--method", "full", *SGD, "--dtype", "bf16"], [None, "close"]),

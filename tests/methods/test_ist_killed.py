@@ -65,6 +65,7 @@ def test_a_run_killed_as_it_cuts_trains_and_puts_back_ends_with_the_bits_of_one_
     assert ended(here) == whole, history
 
 
+@pytest.mark.slow
 def test_another_number_of_epochs_is_refused_and_another_learning_rate_is_not(processes, here):
     assert processes.run(here, [*NET, *COMMON], at=("merge", 2))[0] == -signal.SIGKILL
     assert processes.run(here, ["--resume", "out", "--epochs", "4"])[0] == 2

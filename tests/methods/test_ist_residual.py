@@ -168,6 +168,7 @@ def test_a_run_is_a_plain_loop_over_shallower_networks_parameter_by_parameter(su
 
 
 @machine
+@pytest.mark.slow
 def test_a_model_with_a_forward_of_its_own_is_trained_as_the_list_of_its_blocks(tmp_path):
     options = {"subnets": 2, "local_steps": LOCAL, "micro_batch_size": BATCH}
     expected = load_file(fitted(tmp_path / "list", stages(), **options).weights)
@@ -214,8 +215,8 @@ def test_one_subnet_is_full_training_to_the_bit(model, tmp_path):
 
 
 @machine
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIBRARIES)
-@pytest.mark.few(1)
 def test_subnets_that_learn_nothing_leave_every_weight_as_it_was_and_have_part_of_the_section(name, tmp_path):
     result = fitted(tmp_path / "ist", LIBRARIES[name](), subnets=2, local_steps=1, optimizer="sgd", lr=0.0, epochs=1)
     found, before = load_file(result.weights), LIBRARIES[name]().state_dict()

@@ -152,6 +152,7 @@ def test_full_training_is_refused_with_the_bytes_it_needs_and_runs_when_given_th
     assert streamed.watched.peak <= parse_size("560MB")
 
 
+@pytest.mark.slow
 def test_the_weights_load_with_torch_alone_and_evaluate_to_the_reported_accuracy(tmp_path):
     ran = Ran(tmp_path, ["--mem-limit", "1GB", "--width", "256", "--depth", "4", "--epochs", "8"])
     assert ran.code == 0, ran.out + ran.err

@@ -67,6 +67,8 @@ def test_a_model_is_proven_to_train_the_same_both_ways(name, method):
     assert found.caught not in ("", "the loss")  # a gradient of the first update, or a statistic of its replay
     assert f"proof: {method} in 3 partitions" in str(found)
     assert len(found.cuts) == 2, "it was cut elsewhere too"
+    alike = "micro-batches of 2 and 1 give the same losses within 0.001 (sums are added in another order)" in str(found)
+    assert alike is (name != "batch norm and dropout")
 
 
 @pytest.mark.slow
@@ -386,11 +388,9 @@ def test_evaluations_are_compared_too():
         check(model, numbers(8), partitions=2)
 
 
-def test_other_cuts_and_another_micro_batch_are_tried_and_said():
-    found = check(*MODELS["mlp"], partitions=3)
-    assert found.cuts == (2, 5)
-    assert "micro-batches of 2 and 1 give the same losses within 0.001 (sums are added in another order)" in str(found)
+def test_another_micro_batch_is_not_compared_where_a_block_takes_statistics():
     found = check(*MODELS["batch norm and dropout"], partitions=3)
+    assert found.cuts == (2, 4)
     assert "micro-batches of 2 are not compared: a block takes statistics" in found.divided
 
 
