@@ -64,6 +64,7 @@ def trainer(folder, **options):
     )  # fmt: skip
 
 
+@pytest.mark.own_process
 def test_it_is_planned_kept_within_the_limit_and_learns_what_its_loss_says(tmp_path):
     result, (x, y), modules = trainer(tmp_path).fit(ROWS, ROWS), ROWS, plain_modules(BLOCKS, 3)
     plainly(modules, (0, 1, 2), x, y, lambda p, shape: F.cross_entropy if p == 2 else FirstFeatures(3), seed=3)
