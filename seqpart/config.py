@@ -131,7 +131,7 @@ class Loop:
     (floats of any shape), or bce (binary labels from 0 to 1, as many as outputs). Default: cross-entropy for classes, mse for
     floats."""
     label_smoothing: float = 0.0
-    """Share of every label that all classes get alike, such as 0.1, in training and tests (cross-entropy only)."""
+    """Share of each label that is spread evenly over all classes, such as 0.1, in training and tests (cross-entropy only)."""
     mixup: float = 0.0
     """Mix each training row with the one before it in its batch, and their labels (MixUp): the parameter of the Beta
     distribution from which the batch's share is drawn, such as 0.2. Classes only, by exact methods."""
@@ -162,8 +162,8 @@ class Optimizer:
     weight_decay: float = 0.0
     """Weight decay of the optimizer."""
     no_decay: str = ""
-    """Parameters without weight decay, between commas: bias, norm (others of one dimension), or patterns of names such as
-    '*.embed*'."""
+    """Parameters without weight decay, separated by commas: bias, norm (other parameters of one dimension), or patterns of
+    names such as '*.embed*'."""
     momentum: float = 0.0
     """Momentum (sgd only)."""
     clip_grad_norm: Positive[float] = None
@@ -185,8 +185,8 @@ class Optimizer:
     """Parameters that do not learn: patterns of their names as in a shell, such as 'backbone.*,embed.*', or in Python a
     list. Default: those with requires_grad=False."""
     unfreeze: Annotated[str | dict[str, str] | None, Note(expected=PATTERNS, metavar="PATTERN=TIME[,...]")] = None
-    """Parameters that are frozen at first and learn from a time on (exact methods only): 'backbone.*=epoch 1' (when one epoch
-    is finished) or 'embed.*=update 500' (when 500 updates are), in Python {"backbone.*": "epoch 1"}. Default: none."""
+    """Parameters that are frozen at first and learn from a time on (exact methods only): 'backbone.*=epoch 1' (after one
+    epoch) or 'embed.*=update 500' (after 500 updates), in Python {"backbone.*": "epoch 1"}. Default: none."""
 
     @property
     def frozen(self) -> Frozen:

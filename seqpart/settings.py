@@ -73,7 +73,7 @@ class Settings(Config):
         if len(self.methods) == 1:
             yield from self.methods[0].contradictions(self)
         if self.warmup_updates and not isinstance(self.lr_schedule, str):
-            yield "--warmup-updates goes with a schedule that has a name. Let the scheduler warm up, and leave it out"
+            yield "--warmup-updates goes with a schedule given by name. Let the scheduler warm up, and leave it out"
         if not 0 <= self.label_smoothing < 1:
             yield f"--label-smoothing: expected a share from 0 up to 1, such as 0.1; found {self.label_smoothing}"
         for flag, share in (("--mixup", self.mixup), ("--cutmix", self.cutmix)):
@@ -100,15 +100,15 @@ class Settings(Config):
             yield "--export-every evaluation needs evaluations: give --eval-every"
         yield from self._lengths()
         if self.divides_weights and "adafactor" in values_of(self.optimizer):
-            yield f"--optimizer adafactor looks at a weight as a whole, and {self.divides_weights} divides it. Take another"
+            yield f"--optimizer adafactor needs each weight as a whole, and {self.divides_weights} divides it. Take another"
 
     def _lengths(self) -> Iterator[str]:
         """Yields the contradictions of the options for the run's length and its evaluations."""
         method, exact, epochs = self.method, self.methods[0].exact, values_of(self.epochs)
         if self.eval_every is not None and self.test_every is not None:
-            yield "--eval-every and --test-every say the same of updates and of epochs. Leave one out"
+            yield "--eval-every and --test-every both say how often to evaluate. Leave one out"
         if self.max_steps is not None and self.epochs != Settings.epochs:
-            yield "--max-steps comes in the place of --epochs: leave one out"
+            yield "--max-steps is given instead of --epochs: leave one out"
         for flag, given in (("--early-stopping", self.early_stopping is not None), ("--keep-best", self.keep_best)):
             if given and exact and self.tests == lengths.AT_THE_END:
                 yield f"{flag} needs evaluations to compare: give --eval-every"

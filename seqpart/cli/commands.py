@@ -138,7 +138,7 @@ PAGE = "report.html"
 def reported(arguments: Sequence[str]) -> None:
     """Write one HTML page about a run: its plan, memory over time against the limit, losses, where the time went, the proof.
 
-    Of a run that is finished, under way, interrupted or killed. Raises OptionError for what is no run's directory, StoreError
+    The run may be finished, under way, interrupted or killed. Raises OptionError for what is no run's directory, StoreError
     where the page cannot be written.
     """
     about = (reported.__doc__ or "").partition("\n\n")[0]
@@ -156,4 +156,4 @@ def reported(arguments: Sequence[str]) -> None:
     write_text(page, document(run))
     sys.stdout.write(f"{page}: the run is {run.said}\n")
     for words in run.missing:
-        sys.stdout.write(f"not there: {words}\n")
+        sys.stdout.write(f"missing: {words}\n")

@@ -97,7 +97,7 @@ def what_helps(limit: int, runtime: int, peak: int, *, finer: bool = False, bloc
     available = limit - margin_of(limit)
     if runtime > available:
         return (
-            f"The runtime alone, {format_size(runtime)} that are there before any model, is more: no other cut, method or "
+            f"The runtime alone takes {format_size(runtime)}, before any model, which is more: no other cut, method or "
             "optimizer helps. Give more."
         )
     over, cures = peak - available, []
@@ -116,7 +116,7 @@ def what_helps(limit: int, runtime: int, peak: int, *, finer: bool = False, bloc
 def refused(message: str, smallest: int, rows: int | None = None, *, tried: bool = True) -> DoesNotFit:
     """Makes a refusal that names the least limit that is enough, at a micro-batch of `rows`. tried: True if blocks were run, so
     that no allowance for them is added."""
-    less = "" if tried else ", or a little less: what blocks take there is known when they are tried"
+    less = "" if tried else ", or a little less: what blocks take there is measured when they are run"
     return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}{less}.", rows)
 
 

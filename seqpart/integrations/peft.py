@@ -26,8 +26,8 @@ def get_peft_model(model: nn.Module, peft_config: Any, *arguments: Any, **option
         if not any(parameter.is_meta for parameter in model.parameters()):
             raise
         raise ModelError(
-            f"peft could not make this adapter beside a base without values: {str(error).splitlines()[0]} Give another whose "
-            "initial values are not made of the base's, or a base that is in memory."
+            f"peft could not make this adapter for a base without values: {str(error).splitlines()[0]} Give an adapter whose "
+            "initial values do not come from the base, or a base that is in memory."
         ) from error
 
 

@@ -28,7 +28,7 @@ def prepare() -> None:
     late.
     """
     if "torch" in sys.modules:
-        raise OptionError("seqpart.launch.prepare() comes before torch, and torch is loaded already. Call it first of all.")
+        raise OptionError("seqpart.launch.prepare() must run before torch loads, and torch is loaded already. Call it first.")
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     try:
@@ -56,8 +56,8 @@ def prepare_command(*, plans: bool = True) -> None:
 def _without_distributed_tensors() -> None:
     """Keeps fake tensors from loading the package of distributed tensors, 7 MB and 0.4 s.
 
-    With the first of these torch asks, once and for good, which class distributed tensors have. Here it is told one that none
-    has: who makes some in this process later could not use them.
+    At the first fake tensor torch looks up the class of distributed tensors, once and for good. Here it finds a class that no
+    tensor has: distributed tensors that are made in this process later do not work.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -77,8 +77,8 @@ def _without_distributed_tensors() -> None:
 def _restart_without_cache() -> None:
     """Restarts this program without glibc's cache of small pieces, a setting that is read when a process starts.
 
-    Does nothing where it began so, where the user has set it, without glibc, within another program, or where help is asked
-    for.
+    Does nothing if it was started without it, if the user has set it, without glibc, within another program, or where help is
+    asked for.
     """
     tunables, words = os.environ.get(_TUNABLES, ""), {word.rpartition("/")[2] for word in sys.orig_argv}
     if not Heap.can_be_kept or _NO_CACHE in tunables or words.isdisjoint(_PROGRAMS) or not words.isdisjoint(("-h", "--help")):
@@ -96,7 +96,7 @@ def _load_torch() -> None:
             raise
         _end(
             f"PyTorch does not fit into this process, whose size is limited (ulimit {' '.join(small)}): {error}. "
-            "Allow more; what a run itself may take is said by --mem-limit.",
+            "Raise that limit: --mem-limit is what limits a run.",
             OptionError.exit_code,
         )
 

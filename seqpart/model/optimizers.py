@@ -305,7 +305,7 @@ def refuse_divided(optimizer: Optimizer, divided_by: str) -> None:
     """Raises OptionError for an optimizer that depends on whole weights if something divides them: divided_by, or ""."""
     if divided_by and optimizer.whole:
         raise OptionError(
-            f"optimizer {optimizer.name} looks at a weight as a whole, and {divided_by} divides it. Take another."
+            f"optimizer {optimizer.name} needs each weight as a whole, and {divided_by} divides it. Take another."
         )
 
 

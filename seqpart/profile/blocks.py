@@ -369,7 +369,7 @@ def _weights_stay(tensors: dict[str, torch.Tensor]) -> Iterator[None]:
         if tensors[name]._version > version:
             raise ModelError(
                 f"its forward pass changes parameter {name} (as Embedding(max_norm=...) and peft's target_parameters do), "
-                "which only an optimizer may: a pass that is done again would do it twice. Make it a buffer, or leave that out."
+                "which only an optimizer may: recomputing the pass would change it twice. Make it a buffer, or leave that out."
             )
 
 
@@ -456,6 +456,6 @@ def _ask(blocks: Sequence[Block], like: torch.Tensor, autocast: torch.dtype | No
             if "inplace" not in why and "in-place" not in why:
                 return  # measuring reports other errors
             raise ModelError(
-                f"{blocks[-1]} changes its input in place, which PyTorch does not allow behind {blocks[-2]}: {why} Give it "
+                f"{blocks[-1]} changes its input in place, which PyTorch does not allow after {blocks[-2]}: {why} Give it "
                 "inplace=False, or let it write into a copy."
             ) from None

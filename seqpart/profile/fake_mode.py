@@ -235,7 +235,7 @@ def quiet_random(cure: str = "") -> Iterator[None]:
     np.random.set_state(of_numpy)
     if moved:
         raise ModelError(
-            f"it draws random numbers from {moved[0]} generator: a layer that is run again would draw others. "
+            f"it draws random numbers from {moved[0]} generator: recomputing a layer would draw others. "
             + (cure or "Draw them from torch (torch.rand), whose state is kept for each layer and step.")
         )
 
@@ -281,8 +281,8 @@ def _refuse_changes_of(
     ways = [*beside(module), *(tensors[name] for name in names)]
     if changed.intersection(names) or any(tensor.untyped_storage()._cdata in seen.storages for tensor in ways):
         raise ModelError(
-            f"it changes its buffer {names[0]}, which it holds in an attribute or a list too, where it would stay as it was. "
-            "Let it be reached by one name."
+            f"it changes its buffer {names[0]}, which it also holds in an attribute or a list, where old values would stay. "
+            "Hold it under one name."
         )
 
 

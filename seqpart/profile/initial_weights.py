@@ -30,7 +30,9 @@ def initial_weights(
     if path is None or (trained is not None and not live.empty and all(block.alive is not None for block in blocks)):
         return None
     if trained is not None and not trained.exists():
-        raise StoreError(f"{trained} cannot be read: it is gone, and blocks take from it what the last fit has trained.")
+        raise StoreError(
+            f"{trained} is gone: the weights that the last fit has trained were in it. Restore it, or call fit again."
+        )
     return InitialWeights(
         WeightFiles(path), blocks, [cost.layout for cost in costs], live.empty_tensors, partial=data.weights_partial,
         values_stay=trained is not None and not live.empty,  # else no module got back what it has learned
@@ -74,7 +76,7 @@ class InitialWeights:
         if wrong := [f"{name} is {said}" for name, said in unlike.items() if name not in kept]:
             raise ModelError(
                 f"{files.path} holds the weights of another model: {_some(wrong)}. With --weights-partial those of another "
-                "shape stay as they are initialized."
+                "shape stay as initialized."
             )
         used = {name: source for name, source in match.found.items() if name not in kept}
         if partial and not used:
@@ -86,8 +88,8 @@ class InitialWeights:
             if owner != name and files.differ(used[owner], source, spec.dtype):
                 path, _, leaf = name.rpartition(".")
                 raise ModelError(
-                    f"{owner} and {name} are one parameter of the model, and {files.path} has other values for the one than "
-                    "for the other (from_pretrained does not tie them then). Give each its own: part = "
+                    f"{owner} and {name} are one parameter of the model, and {files.path} has other values for one than for "
+                    "the other (from_pretrained does not tie them then). Give each its own: part = "
                     f"model.get_submodule('{path}'); part.{leaf} = torch.nn.Parameter(part.{leaf}.detach().clone()). Or take "
                     "one of the two out of the file."
                 )
@@ -104,14 +106,14 @@ class InitialWeights:
         ]  # but for buffers that a state_dict leaves out today
         if not partial and (missing or unexpected):
             raise ModelError(
-                f"{files.path} is not all of this model's weights and nothing else: "
+                f"{files.path} does not have the weights of this model, no more and no fewer: "
                 + "; ".join(
                     text for text in (
                         f"missing: {_some(missing)}" if missing else "",
                         f"not in the model: {_some(unexpected)}" if unexpected else "",
                     ) if text
                 )
-                + ". With --weights-partial what is missing stays as it is initialized, and the rest is passed over."
+                + ". With --weights-partial what is missing stays as initialized, and the rest is ignored."
             )  # fmt: skip
         without = [
             block.exported(name) for block in blocks for name in sorted(empty.get(block.number, ()))
@@ -127,7 +129,7 @@ class InitialWeights:
                 "as initialized, since they are an adapter's own": match.adapter,
                 "as initialized, since they are not there": missing,
                 "as initialized, since they have another shape there": [f"{name} is {unlike[name]}" for name in sorted(kept)],
-                "passed over, since the model has them not": unexpected,
+                "ignored, since the model does not have them": unexpected,
             }
         )  # fmt: skip
 
@@ -142,8 +144,8 @@ class InitialWeights:
             whole = said_in in sources and torch.equal(before[said_in], views[said_in])
             if not whole and (wrong := [name for name in packed if name in sources]):
                 raise ModelError(
-                    f"{self._files.path} has {block.exported(wrong[0])} quantized otherwise than the model, whose layer keeps "
-                    "how it is. Load the model from these files, and leave the weights out here."
+                    f"{self._files.path} has {block.exported(wrong[0])} quantized in another way than the model's layer, "
+                    "which cannot change. Load the model from these files, and leave the weights out here."
                 )
 
 

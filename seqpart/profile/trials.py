@@ -201,9 +201,9 @@ class Trials:
                 return Excess()
             if remembers:
                 raise ModelError(
-                    f"{block} gives other outputs for the same rows when it is called again: it remembers something in an "
-                    f"attribute ({', '.join(sorted(changed))}), which is in no checkpoint, and goes on where the block is run "
-                    "again. Let it be a buffer (register_buffer), made in __init__."
+                    f"{block} gives other outputs for the same rows when it is called again: it keeps state in an attribute "
+                    f"({', '.join(sorted(changed))}), which is in no checkpoint, and changes once more where the block is "
+                    "recomputed. Make it a buffer (register_buffer) in __init__."
                 )
             return found.times(-(-rows // fewer))
 

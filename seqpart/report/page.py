@@ -278,7 +278,7 @@ def _tiles(run: RecordedRun) -> str:
 def _missing(run: RecordedRun) -> str:
     if not run.missing:
         return ""
-    return '<section class="missing"><h2>Not there</h2>' + _list(run.missing) + "</section>"
+    return '<section class="missing"><h2>Missing data</h2>' + _list(run.missing) + "</section>"
 
 
 def _limit(run: RecordedRun) -> int:
@@ -348,10 +348,10 @@ def _time(run: RecordedRun) -> str:
         for kind, found in sorted(run.steps.items(), key=lambda item: -item[1].seconds)
     ]  # fmt: skip
     rows.append(("outside of steps", max(0.0, run.seconds - known), f"{max(0.0, run.seconds - known):.1f} s"))
-    issued = " On a card a step lasts as long as it took to issue it." if _on_a_card(run) else ""
+    issued = " On a GPU a step lasts as long as it took to issue it." if _on_a_card(run) else ""
     return (
-        f"<section><h2>Where the time went</h2>{bars('Seconds by kind of step', rows)}<p>What comes from a home or goes there "
-        "while another partition computes costs only the seconds that were waited for. Outside of steps: planning, writing of "
+        f"<section><h2>Where the time went</h2>{bars('Seconds by kind of step', rows)}<p>Transfers from and to homes "
+        "while another partition computes cost only the seconds that were waited for. Outside of steps: planning, writing of "
         f"the first homes and rows, checkpoints, results.{issued}</p></section>"
     )
 

@@ -133,14 +133,14 @@ def read_run(root: Path) -> RecordedRun:
     for event in events:
         _take(event, passes, processes)
     if not processes:
-        missing.append(f"{EVENTS}: there is no line in it of how the run began, and so no losses and times are shown")
+        missing.append(f"{EVENTS}: it has no line about the start of the run, so no losses and times are shown")
     curves = _curves(root, processes, missing)
     plan, result, job = _plan(root, missing), _result(root, state, missing), _job(root)
     if not any(process.steps for process in processes):
-        why = "is under way and has told none yet" if state == "running" else "ended before any were told"
+        why = "is under way and has logged none yet" if state == "running" else "ended before any were logged"
         missing.append(f"seconds by kind of step: the run {why}, or is of an older version")
     if not passes.kept:
-        missing.append("losses: no pass was over yet")
+        missing.append("losses: no pass is finished yet")
     return RecordedRun(
         root=root, state=state, plan=plan, result=result, start=processes[-1].start if processes else {},
         processes=len(processes), resumed_at=tuple(process.before for process in processes[1:]),
@@ -175,7 +175,7 @@ def _events(root: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
     unread = 0
     try:
         for line in _lines(latest(root, EVENTS)):
-            if line.startswith(b'{"event": "step"'):  # one for each coming and going of a partition: their sums are told too
+            if line.startswith(b'{"event": "step"'):  # one for each coming and going of a partition: their sums are logged too
                 continue
             try:
                 event = json.loads(line)

@@ -219,7 +219,7 @@ class Reporter:
     def close(self) -> None:
         self.end()
         if self._log is not None:
-            # What could not be written was told by `record` already, and closing would try once more.
+            # What could not be written was reported by `record` already, and closing would try once more.
             with contextlib.suppress(OSError):
                 self._log.close()
             self._log = None

@@ -1,7 +1,7 @@
 """Writes a trace of steps by stream, memory and traffic, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 The JSON array of the Trace Event Format: spans ("X"), counters ("C") and names ("M"), times in microseconds. Its closing
-bracket may be missing, so each write ends behind a whole event, and what a killed run leaves can be opened. No more than
+bracket may be missing, so each write ends after a whole event, and what a killed run leaves can be opened. No more than
 _BUFFER bytes are kept back, and the file ends at `most` bytes.
 """
 
@@ -37,7 +37,7 @@ class Trace:
         self._lock = threading.Lock()
         self._lanes: dict[tuple[str, int], int] = {}
         self._moved: dict[str, int] = {}
-        """Bytes over each link since its counter was last told."""
+        """Bytes over each link since its counter was last written."""
         self._lines: list[str] = []
         self._held = self._size = 0
         self._flushed = self._counted = 0.0
@@ -50,7 +50,7 @@ class Trace:
             raise unusable(error, path) from None
         self._add({"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "seqpart"}})
 
-    # --- what is told ---------------------------------------------------------------------------------------------
+    # --- what is traced -------------------------------------------------------------------------------------------
 
     def now(self) -> float:
         """Returns the seconds since the trace started."""
@@ -87,7 +87,7 @@ class Trace:
             self._counter("memory (MB)", now, self._highest / 1e6)
             for link, nbytes in self._moved.items():
                 self._counter(f"{link} (MB/s)", now, nbytes / 1e6 / passed)
-            self._moved = {link: 0 for link, nbytes in self._moved.items() if nbytes}  # once more, for the zero behind it
+            self._moved = {link: 0 for link, nbytes in self._moved.items() if nbytes}  # once more, for the zero after it
             self._counted, self._highest = now, 0
 
     # --- the file -------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ class Tracker(Protocol):
 
 
 def load(names: Sequence[TrackerName]) -> None:
-    """Import what they need, start what runs beside, and let them do once what they do: what that leaves in memory is there
-    before a plan is made. Raises OptionError, with the command that installs it."""
+    """Imports the trackers' libraries, starts their processes and lets each log once, so that the memory they keep is taken
+    before a plan is made. Raises OptionError, with the command that installs what is missing."""
     fresh = [name for name in names if name not in _LOADED]
     for name in fresh:
         _LIBRARIES[name]()
@@ -52,7 +52,7 @@ def opened(
 class TensorBoard:
     def __init__(self, folder: Path, behind: int | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # What an earlier process told of updates behind that is void: they are made again.
+        # What an earlier process logged about later updates is void: they are made again.
         self._writer = _writer()(str(folder), purge_step=None if behind is None else behind + 1)
 
     def tell(self, step: int, values: Mapping[str, float]) -> None:

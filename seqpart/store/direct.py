@@ -181,7 +181,7 @@ def explained(error: OSError, path: Path) -> StoreError:
     if error.errno in (errno.ELOOP, errno.EISDIR, errno.ESPIPE, errno.ENXIO):
         return CorruptFile(f"{said} is a link, a directory or a pipe, and no file that seqpart wrote. It was not used.", path)
     if error.errno == errno.EFBIG:
-        return StoreError(f"a file at {said} would be larger than this process may make one (ulimit -f). Raise that limit.")
+        return StoreError(f"a file at {said} would be larger than this process may write (ulimit -f). Raise that limit.")
     return StoreError(f"reading or writing {said} failed: {error.strerror}.")
 
 

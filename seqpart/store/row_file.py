@@ -227,7 +227,7 @@ class Rows:
 
     def persist(self) -> dict[str, Any]:
         """Writes finished rows to the disk, once; returns a description with which another process can `adopt` them."""
-        assert self.finished, f"{self.path.name}: rows that are not all in cannot be persisted"
+        assert self.finished, f"{self.path.name}: rows that are not all written cannot be persisted"
         if not self._described:
             if self._host is not None:
                 self._write_out(self._host)

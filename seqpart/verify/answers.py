@@ -148,7 +148,7 @@ class Key(NamedTuple):
 class Digests:
     """Records a digest of every tensor of one run.
 
-    expected: digests to compare with; the run ends behind the update in which one differs, and `keeps` is the file that
+    expected: digests to compare with; the run ends after the update in which one differs, and `keeps` is the file that
         the first of them goes to. wanted: a tensor, and the file with another run's, to measure the difference.
     """
 
@@ -162,7 +162,7 @@ class Digests:
         self.losses: list[float] = []
         """The mean loss of the first update, of the first two, ..."""
         self.evaluation: tuple[float, float | None] | None = None
-        """Loss and accuracy behind the last update."""
+        """Loss and accuracy after the last update."""
         self._expected, self._keeps, self._wanted = expected, keeps, wanted
         self._done, self._begun, self._updates = 0, 0, dict[int, int]()
 

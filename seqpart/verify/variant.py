@@ -208,8 +208,8 @@ def agreed(limited: Variant, first: Digests, other: Variant, reporter: Reporter)
         raise VerifyMismatch(
             f"{limited.method} as it was planned ({Answers.of(limited.prepared.plan)}) and with another plan "
             f"({Answers.of(other.prepared.plan)}) differ, first in {digests.first} {digests.first.when(first.steps)}: a block "
-            "does something else where its partition stays, comes again or is run again. Does one keep what is neither "
-            "parameter nor buffer, or look at where its input comes from?"
+            "behaves differently where its partition stays, is loaded again or is recomputed. Does one keep state that is "
+            "neither parameter nor buffer, or look at its input's grad_fn?"
         )
     return digests
 
@@ -226,7 +226,7 @@ def why_not(session: Run) -> str:
 
 
 def train_plainly(session: Run, model: object, updates: int) -> dict[tuple[int, str], torch.Tensor]:
-    """{(number of a block, name in it): tensor} behind so many updates of a plain loop. session: a run as one partition that
+    """{(number of a block, name in it): tensor} after so many updates of a plain loop. session: a run as one partition that
     has its homes filled, and has not begun. Raises Unlike where a plain loop is another training."""
     plain, tensors = _filled(session, model)
     learning = {id(tensors[n][name]) for n, cost in enumerate(session.prepared.costs) for name in cost.trainable}
@@ -335,7 +335,7 @@ def _back_propagate(session: Run, plain: nn.Module, judge: PartitionLoss, batche
             output = output if takes_all else judged_output(plain, output)
             found: Any = judge(output, labels)
         if not torch.equal(torch.get_rng_state(), before):
-            raise Unlike("the model draws random numbers (Dropout), of which a plain loop has others")
+            raise Unlike("the model draws random numbers (Dropout), and a plain loop draws others")
         verdict = found if isinstance(found, LossValue) else LossValue(found, len(labels))
         part, count = share_of_update(verdict, batch.span)
         counted, rows = counted + count, batch.span.update_rows

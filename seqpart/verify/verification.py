@@ -5,7 +5,7 @@
     (3) reference   the whole network, in as much memory as that takes: a digest of every tensor, compared with (1)
     (+) plain       a loop that shares nothing with these but the batches: the model's own forward pass, torch's optimizer
     (4) again       only where they differ: (1) up to the tensor that (3) left on disk, for the numbers
-    (5) cut in N    (1) cut in two, and behind every block: the same digests
+    (5) cut in N    (1) cut in two, and after every block: the same digests
     (6) by N        (1) with a half and a quarter of the micro-batch: the same losses, where blocks treat rows alike
     (7) plan N      (1) by other plans, if they are asked for, drawn from all that a plan may answer: the same digests
 
@@ -94,8 +94,8 @@ def verify(
 
     An evaluation after them is compared too, and the losses of smaller micro-batches, which agree except for rounding.
     model, train, loss, optimizer, options: as `Trainer` and its `fit` take them; `method` is "streamed" if it is left
-    out, or that of the plan to `reuse`, which is verified as it is. sweep: so many other plans are compared, too, as they are
-    drawn by the seed. Modules that were given alive get back the weights that they came with.
+    out, or that of the plan to `reuse`, which is verified as it is. sweep: number of other plans to compare too, drawn with
+    the seed. Modules that were given alive get back the weights that they came with.
 
     Raises VerifyMismatch with the first tensor that differs, or where the check did not notice a wrong replay;
     DoesNotFit where the reference has no room; OptionError and the like as training would.
@@ -189,9 +189,9 @@ def _compare_with_plain_loop(
             again = Digests(first.steps, wanted=(key, kept))
             replace(limited, name="again").run(again, reporter)
             raise VerifyMismatch(
-                f"{limited.method} and {whole.method} have the same bits, and a plain PyTorch loop of the same batches has "
-                f"others, first in {key} {key.when(first.steps)}: {again.difference}. If the model computes the same "
-                "whatever it is part of, report this."
+                f"{limited.method} and {whole.method} have the same bits, and a plain PyTorch loop over the same batches has "
+                f"others, first in {key} {key.when(first.steps)}: {again.difference}. If the model's results do not depend "
+                "on where in memory its tensors lie, report this."
             )
     return ""
 
@@ -224,7 +224,7 @@ def _other_cuts(limited: Variant, first: Digests, variant: Callable[..., Variant
         if digests.first is not None:
             raise VerifyMismatch(
                 f"{limited.method} in {cut} partitions and in {count} differ, first in {digests.first} "
-                f"{digests.first.when(first.steps)}: a block does something else where a partition begins with it. Does one "
+                f"{digests.first.when(first.steps)}: a block behaves differently where a partition begins with it. Does one "
                 "look at its input's grad_fn, or detach it?"
             )
         _compare_evaluations(limited, other, first, digests)
@@ -244,7 +244,7 @@ def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[...
         try:
             other = variant(f"by {size}", micro_batch_size=size, partitions=tuple(starts))
         except (ModelError, DataError) as error:
-            return f"; micro-batches of {size} are not compared, which the model does not take: {error.with_flags}"
+            return f"; micro-batches of {size} are not compared, since the model does not take them: {error.with_flags}"
         other.run(digests, reporter)
         pairs = list(zip(first.losses, digests.losses, strict=True))
         if not _near(*pairs[0], close):
@@ -387,7 +387,7 @@ def _told(limited: Variant, other: Variant, key: Key, first: Digests, again: Dig
         )
     else:
         cause = (
-            f"{limited.method} gave other bits when it was run again: the model does not repeat itself. Does a block draw "
+            f"{limited.method} gave other bits when it was run again: the model is not deterministic. Does a block draw "
             "random numbers that are not torch's, keep state that is neither parameter nor buffer, or use kernels that add in "
             "any order?"
         )

@@ -82,7 +82,7 @@ def test_it_learns_to_the_same_bits_and_the_base_stays_without_memory(saved, tmp
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}], ids=str)
 def test_an_adapter_that_is_made_of_the_base_is_refused_where_the_base_has_no_values(options):
-    with pytest.raises(ModelError, match=r"beside a base without values: .* or a base that is in memory\."):
+    with pytest.raises(ModelError, match=r"for a base without values: .* or a base that is in memory\."):
         get_peft_model(on_meta(), peft.LoraConfig(target_modules=["q_proj"], **options))
     assert learning(get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], **options)))
 

@@ -73,4 +73,4 @@ except SeqpartError as error:
     print(json.dumps([str(error), dict(os.environ) == before]))
 """
     said, unchanged = printed(tmp_path, code)
-    assert said.startswith("seqpart.launch.prepare() comes before torch") and unchanged
+    assert said.startswith("seqpart.launch.prepare() must run before torch") and unchanged

@@ -74,7 +74,7 @@ def test_the_plan_counts_a_row_and_a_column_where_adam_has_two_matrices(tmp_path
 )
 def test_what_divides_weights_is_refused_by_name_or_as_a_function(options, words):
     for optimizer in ("adafactor", torch.optim.Adafactor):
-        with pytest.raises(OptionError, match=f"looks at a weight as a whole, and .*{words}"):
+        with pytest.raises(OptionError, match=f"needs each weight as a whole, and .*{words}"):
             Trainer([nn.Linear(2, 2)], None, optimizer, mem_limit="2GB", **{"method": "auto", **options})
 
 

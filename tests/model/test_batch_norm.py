@@ -128,7 +128,7 @@ def test_a_smaller_micro_batch_that_the_model_does_not_take_is_said_by_verify_an
     monkeypatch.chdir(tmp_path)
     rows = torch.randn(24, 6), torch.arange(24) % 2
     found = verify(normed(), rows, mem_limit="2GB", partitions=2, batch_size=6, micro_batch_size=2, epochs=1, steps=2)
-    assert "micro-batches of 1 are not compared, which the model does not take" in found.divided
+    assert "micro-batches of 1 are not compared, since the model does not take them" in found.divided
 
 
 def test_two_batch_norms_in_one_partition_train(tmp_path):

@@ -700,7 +700,7 @@ def test_an_optimizer_that_looks_at_a_weight_as_a_whole_is_known_by_its_steps(bu
 
 @pytest.mark.parametrize("options", [{"tile": "8KB", "method": "streamed"}, {"method": "ist", "subnets": 2}, {"method": "psl"}])
 def test_muon_goes_with_nothing_that_divides_weights(options):
-    with pytest.raises(OptionError, match=r"optimizer Muon looks at a weight as a whole, and .* divides it"):
+    with pytest.raises(OptionError, match=r"optimizer Muon needs each weight as a whole, and .* divides it"):
         Trainer([nn.Linear(2, 2)], None, torch.optim.Muon, mem_limit="2GB", **options)
 
 

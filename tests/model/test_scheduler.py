@@ -269,7 +269,7 @@ def test_what_is_no_schedule_of_updates_is_refused_before_the_run(words, tmp_pat
 
 
 def test_a_warm_up_of_ours_goes_with_schedules_of_ours():
-    with pytest.raises(OptionError, match="warmup_updates goes with a schedule that has a name"):
+    with pytest.raises(OptionError, match="warmup_updates goes with a schedule given by name"):
         Settings(mem_limit="2GB", method="auto", lr_schedule=one_cycle, warmup_updates=3)
     with pytest.raises(OptionError, match=r"lr_schedule: expected constant, linear or cosine, .*; found 7"):
         Settings(mem_limit="2GB", method="auto", lr_schedule=7)

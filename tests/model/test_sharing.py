@@ -178,7 +178,7 @@ def test_a_block_that_overwrites_what_another_needs_is_refused_as_pytorch_does(n
     model = nn.Sequential(nn.Linear(8, 8), *NOT_ALLOWED[name], nn.ReLU(inplace=True), nn.Linear(8, 4))
     with pytest.raises(RuntimeError, match="modified"):
         model(data(8)[0]).sum().backward()
-    with pytest.raises(ModelError, match=r"\(ReLU\) changes its input in place, which PyTorch does not allow behind"):
+    with pytest.raises(ModelError, match=r"\(ReLU\) changes its input in place, which PyTorch does not allow after"):
         trainer(model, tmp_path / "run", method=method, partitions=2 if method == "streamed" else "auto").plan(data(8), data(8))
 
 

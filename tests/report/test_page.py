@@ -90,7 +90,7 @@ def test_the_page_of_a_finished_run_shows_plan_memory_losses_time_and_proof(fini
     ):  # fmt: skip
         assert words in page.text, words
     assert "prefers-color-scheme:dark" in text and 'name="viewport"' in text
-    assert "Not there" not in page.text
+    assert "Missing data" not in page.text
 
 
 def test_without_a_name_the_page_goes_into_the_directory_of_the_run(finished, capsys):
@@ -229,7 +229,7 @@ def test_a_run_without_the_files_of_this_version_has_a_page(finished, tmp_path):
     (old / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     page = Page(document(read_run(old)))
     assert "memory over time: memory.jsonl: No such file or directory" in page.text
-    assert "seconds by kind of step: the run ended before any were told, or is of an older version" in page.text
+    assert "seconds by kind of step: the run ended before any were logged, or is of an older version" in page.text
     assert "Proof of the limit" in page.text
 
 
@@ -244,8 +244,8 @@ def test_a_run_that_is_under_way_has_not_ended(finished, tmp_path, capsys):
     with open(live / LOCK, "r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         said = report(capsys, live).out
-    assert "the run is under way\n" in said and "the run is under way and has told none yet" in said and "ended" not in said
-    assert "ended before any were told" in report(capsys, live).out, "whoever held the lock is gone"
+    assert "the run is under way\n" in said and "the run is under way and has logged none yet" in said and "ended" not in said
+    assert "ended before any were logged" in report(capsys, live).out, "whoever held the lock is gone"
 
 
 @settings(max_examples=60, deadline=None)

@@ -139,7 +139,7 @@ def test_where_updates_are_counted_their_number_stays(before, now, words, monkey
     ("options", "words"),
     [
         ({"max_steps": 0}, "max_steps: expected a number above zero; found 0"),
-        ({"max_steps": 5, "epochs": 2}, "max_steps comes in the place of epochs: leave one out"),
+        ({"max_steps": 5, "epochs": 2}, "max_steps is given instead of epochs: leave one out"),
         ({"epochs": 0.0}, r"epochs: expected numbers above 0; found 0"),
         ({"epochs": float("nan")}, "epochs: expected numbers above 0; found nan"),
         (
@@ -147,7 +147,7 @@ def test_where_updates_are_counted_their_number_stays(before, now, words, monkey
             r"eval_every: expected updates \(500 or '500 updates'\) or epochs \('2 epochs'\); found 'often'",
         ),
         ({"eval_every": 0}, "eval_every: expected updates"),
-        ({"eval_every": 5, "test_every": 1}, "eval_every and test_every say the same"),
+        ({"eval_every": 5, "test_every": 1}, "eval_every and test_every both say how often to evaluate"),
         ({"method": "sil", "max_steps": 5}, "max_steps goes with exact methods; method sil"),
         ({"method": "ist", "subnets": 2, "epochs": 1.5}, r"epochs: method ist trains its parts for whole epochs; found 1\.5"),
         ({"method": "sil", "eval_every": 5}, "eval_every: method sil is tested between epochs"),

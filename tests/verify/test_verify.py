@@ -132,7 +132,7 @@ def test_a_block_that_counts_its_calls_is_caught_and_the_first_tensor_is_named(m
     assert caught.value.exit_code == 5
     assert f"{method} and full differ, first in" in str(caught.value)
     assert "in update 1 of 3:" in str(caught.value)
-    assert "the model does not repeat itself" in str(caught.value)
+    assert "the model is not deterministic" in str(caught.value)
 
 
 def test_random_numbers_that_are_not_torch_s_are_caught():
@@ -450,7 +450,7 @@ def test_norms_that_are_added_up_in_another_order_are_noticed(monkeypatch):
     import seqpart.runtime.executor as executor
 
     monkeypatch.setattr(executor, "total_norm", lambda norms: torch.linalg.vector_norm(torch.stack([n.norm for n in norms])))
-    with pytest.raises(VerifyMismatch, match=r"have the same bits, and a plain PyTorch loop of the same batches has others"):
+    with pytest.raises(VerifyMismatch, match=r"have the same bits, and a plain PyTorch loop over the same batches has others"):
         check(Mixed, odd_rows(), partitions=2, batch_size=16, lr=0.01, epochs=2, clip_grad_norm=0.05)
 
 
@@ -462,7 +462,7 @@ def test_weights_that_begin_off_a_cache_line_are_noticed(monkeypatch):
 
     assert check(model, odd_rows(), batch_size=16, epochs=2, partitions=2).unlike == ""
     monkeypatch.setattr(layout, "LINE", 1)
-    with pytest.raises(VerifyMismatch, match=r"a plain PyTorch loop of the same batches has others, first in"):
+    with pytest.raises(VerifyMismatch, match=r"a plain PyTorch loop over the same batches has others, first in"):
         check(model, odd_rows(), batch_size=16, epochs=2, partitions=2)
 
 
