@@ -25,7 +25,7 @@ class Part:
     """One tensor of what a model returned, as columns of the joined tensor."""
 
     shape: tuple[int, ...]
-    """Of the tensor; without its first dimension if that follows the rows."""
+    """Shape of the tensor, without its first dimension if that follows the rows."""
     dtype: torch.dtype
     width: int
     """Columns."""
@@ -75,12 +75,12 @@ class Returned:
     """What a model returns: its structure with a Ref for each tensor, and these tensors as parts of a joined one."""
 
     tree: Any
-    """A Ref's number: a place among the parts, and behind them among the numbers that `computes` returns."""
+    """A Ref's number: a place among the parts, followed by the numbers that `computes` returns."""
     parts: tuple[Part, ...]
     dtype: torch.dtype
-    """Of the joined tensor."""
+    """Type of the joined tensor."""
     extra: int = 0
-    """Columns of zeros, by which the output of an evaluation is told from that of training."""
+    """Number of columns of zeros, which distinguish the output of an evaluation from that of training."""
     computes: Segment | None = None
     """Numbers of the batch, from the joined tensor and the parts `takes`."""
     takes: tuple[int, ...] = ()

@@ -44,11 +44,11 @@ class _Kept:
     """Which tensors are joined."""
 
     places: tuple[int, ...]
-    """Of those among the tensors that the model returns."""
+    """Places of the joined tensors among those that the model returns."""
     left_out: tuple[str, ...]
     """For each why it is left out; "" if it is not."""
     sources: tuple[int, ...]
-    """Numbers of others, behind them, that are needed for `computed`."""
+    """Numbers of further tensors, after those, that are needed for `computed`."""
     used: tuple[bool, ...]
     """For each of all these: true if the loss has a gradient for it."""
     computed: Computed | None
@@ -76,14 +76,14 @@ class Outputs:
         self._loss: Any = tried
         self._autocast = autocast
         self._found: dict[bool, Returned] = {}
-        """By mode: True for training."""
+        """What the model returns, by mode: True for training."""
         self._kept: dict[bool, _Kept] = {}
         self._fixed: set[tuple[bool, int | str]] = set()
         """(mode, number or name) of tensors whose first dimension does not follow the rows."""
         self._compares: set[tuple[bool, int | str]] = set()
         """(mode, number or name) of those that compare rows with each other."""
         self._rows = 0
-        """Of the run that `_found` is of."""
+        """Rows of the run that `_found` comes from."""
         self._computes = False
         """True if the loss computes a number of the batch."""
         self.why_not = ""

@@ -98,7 +98,7 @@ class Program:
     loss: "Program | None" = None
     """The loss computed from the output and the labels, if it was recorded with labels."""
     takes: tuple[int, ...] = ()
-    """In such a loss: the numbers that it takes beside the labels."""
+    """Numbers that such a loss takes beside the labels."""
 
 
 def needed_for(

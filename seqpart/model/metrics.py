@@ -30,7 +30,7 @@ class Tally(msgspec.Struct, kw_only=True):
     weight: Finite | None = None
     """None: equal to the rows, as in version 0.2.0."""
     parts: dict[str, float] = {}
-    """Of the losses that the loss is the sum of."""
+    """Sums of the losses that the loss is the sum of, by name."""
 
 
 @dataclass(slots=True)

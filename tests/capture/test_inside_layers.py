@@ -89,7 +89,7 @@ def test_a_method_that_is_never_to_be_compiled_is_an_ordinary_one(tmp_path):
 
 @pytest.mark.parametrize("method", ["streamed", "full"])
 def test_a_buffer_that_is_changed_through_a_list_is_not_left_behind_in_silence(method, tmp_path):
-    with pytest.raises(ModelError, match="it changes its buffer scale, which it holds in an attribute or a list too"):
+    with pytest.raises(ModelError, match="it changes its buffer scale, which it also holds in an attribute or a list"):
         ours(nn.Sequential(Listed(8, 8), nn.Linear(8, 3)), tmp_path, method=method)
 
 
