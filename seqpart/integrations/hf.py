@@ -20,7 +20,7 @@ from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metr
 import seqpart.trainer
 from seqpart.data.padding import Padding
 from seqpart.errors import Interrupted, OptionError
-from seqpart.integrations import hf_arguments, hf_data
+from seqpart.integrations import hf_arguments, hf_data, hf_losses
 from seqpart.integrations.hf_arguments import (
     RUN,
     Given,
@@ -43,8 +43,8 @@ __all__ = ["Trainer"]
 class Trainer:
     """Trains a transformers model, which computes its loss from `labels`, under `mem_limit`.
 
-    model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_metrics, callbacks,
-        optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as in transformers.
+    model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_loss_func, compute_metrics,
+        callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as in transformers.
     padding: a `seqpart.Padding`. None: batches are padded to the longest row of the data, which are read for that.
     options: of `seqpart.Trainer`, where TrainingArguments have no word for them: mem_limit (default: what is free), method
         (default: auto), micro_batch_size, ram_limit, offload_dir, partitions, ema, trace and others.
@@ -57,19 +57,18 @@ class Trainer:
     def __init__(
         self, model: Any = None, args: TrainingArguments | None = None, data_collator: Any = None, train_dataset: Any = None,
         eval_dataset: Any = None, processing_class: Any = None, model_init: Callable[[], Any] | None = None,
-        compute_loss_func: Any = None, compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None, compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
         callbacks: Sequence[Any] | None = None, optimizers: Given = (None, None),
         optimizer_cls_and_kwargs: OwnOptimizer | None = None, preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         *, padding: Padding | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         refuse_what_is_not_taken(self.args)
-        _refuse(
-            self.args, model, model_init, compute_loss_func, optimizers, optimizer_cls_and_kwargs, eval_dataset, compute_metrics
-        )
+        _refuse(self.args, model, model_init, optimizers, optimizer_cls_and_kwargs, eval_dataset, compute_metrics)
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self.model: nn.Module = model if model_init is None else model_init()
-        if "labels" not in inspect.signature(self.model.forward).parameters:
+        self._loss = hf_losses.loss_of(self.args, self.model, compute_loss_func)
+        if self._loss is None and not self._overridden and "labels" not in inspect.signature(self.model.forward).parameters:
             raise OptionError(
                 f"model: the forward of {type(self.model).__name__} takes no labels, from which it computes its loss. Give "
                 "one with a head (AutoModelFor...); a model of peft needs its task_type."
@@ -98,7 +97,7 @@ class Trainer:
         if unheard:
             raise OptionError(
                 f"{cls.__name__}: {', '.join(unheard)}: nobody calls {'it' if len(unheard) == 1 else 'them'} here. A loss of "
-                "your own goes to seqpart.Trainer(model, loss), a loop of your own to its session."
+                "your own goes into compute_loss, a loop of your own to the session of seqpart.Trainer(model, loss)."
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -191,6 +190,19 @@ class Trainer:
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
 
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: None = None
+    ) -> Any:
+        """Returns the loss of a batch, with `return_outputs` (loss, outputs). A subclass may override it: it is called when the
+        training is planned, with tensors that have no values, and what it does with them is done in every micro-batch."""
+        labels = inputs.pop("labels") if self._loss is not None else None
+        outputs = model(**inputs)
+        if self._loss is not None:
+            loss = self._loss(outputs, labels)
+        else:
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        return (loss, outputs) if return_outputs else loss
+
     def add_callback(self, callback: Any) -> None:
         self._relay.add(callback)
 
@@ -208,9 +220,18 @@ class Trainer:
         self._refuse_empty(what)
         self._empty = True
         try:
-            yield
+            with self._own_loss(), hf_losses.noise(self.model, self.args.neftune_noise_alpha):
+                yield
         finally:
             self._empty = False
+
+    def _own_loss(self) -> AbstractContextManager[None]:
+        """A context in which the model computes the loss of a compute_loss that is overridden."""
+        return hf_losses.judged_by(self.model, self.compute_loss) if self._overridden else nullcontext()
+
+    @property
+    def _overridden(self) -> bool:
+        return type(self).compute_loss is not Trainer.compute_loss
 
     def _refuse_empty(self, what: str) -> None:
         if self._empty:
@@ -247,8 +268,9 @@ class Trainer:
                     f"{', '.join(clash)}: TrainingArguments say it. Leave {'it' if len(clash) == 1 else 'them'} out."
                 )
             given: Options = {"mem_limit": "auto", "method": "auto", **self._options}
+            loss = "model" if self._overridden or self._loss is None else self._loss
             self._ours = seqpart.trainer.Trainer(
-                self.model, "model", quiet=bool(self.args.disable_tqdm), **{**options, **given}
+                self.model, loss, quiet=bool(self.args.disable_tqdm), **{**options, **given}
             )
         return self._ours
 
@@ -310,7 +332,7 @@ class Trainer:
         return next(folder for folder in (place, *place.parents) if folder.is_dir())
 
 
-_OURS = {"train", "evaluate", "predict", "save_model", "add_callback"}
+_OURS = {"train", "evaluate", "predict", "save_model", "add_callback", "compute_loss"}
 
 
 def _run_in(place: Path) -> Path:
@@ -318,16 +340,12 @@ def _run_in(place: Path) -> Path:
 
 
 def _refuse(
-    args: TrainingArguments, model: Any, model_init: Any, loss: Any, optimizers: Given, own: OwnOptimizer | None,
-    eval_dataset: Any, judges: Any,
+    args: TrainingArguments, model: Any, model_init: Any, optimizers: Given, own: OwnOptimizer | None, eval_dataset: Any,
+    judges: Any,
 ) -> None:  # fmt: skip
     """Raises OptionError for arguments that cannot be honoured, or contradict each other."""
     if (model is None) is (model_init is None):
         raise OptionError("model: give a model, or model_init: a function that returns one.")
-    if loss is not None:
-        raise OptionError(
-            "compute_loss_func: give the loss to seqpart.Trainer(model, loss), as a function of output and labels."
-        )
     if own is not None and optimizers != (None, None):
         raise OptionError("optimizers: optimizer_cls_and_kwargs says it too. Leave one out.")
     if text(args.eval_strategy) != "no" and eval_dataset is None:

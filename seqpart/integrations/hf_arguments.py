@@ -26,7 +26,8 @@ HONOURED = frozenset(
         "max_grad_norm bf16 tf32 seed data_seed full_determinism train_sampling_strategy dataloader_drop_last "
         "dataloader_num_workers remove_unused_columns label_names eval_strategy eval_steps eval_on_start "
         "per_device_eval_batch_size prediction_loss_only load_best_model_at_end metric_for_best_model greater_is_better "
-        "logging_strategy logging_steps logging_first_step report_to disable_tqdm save_strategy save_steps use_cpu"
+        "logging_strategy logging_steps logging_first_step report_to disable_tqdm save_strategy save_steps use_cpu "
+        "label_smoothing_factor neftune_noise_alpha length_column_name"
     )
 )
 WITHOUT_EFFECT: Mapping[str, str] = {
@@ -54,7 +55,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         "save_total_limit save_only_model enable_jit_checkpoint",
         "checkpoints are seqpart's: two are kept, whole, and a signal leaves one",
     ),
-    "length_column_name": "rows are not grouped by length",
     "log_level": "messages go to logging.getLogger('seqpart')",
     "logging_nan_inf_filter": "a loss that is not finite ends the run",
 }
@@ -63,7 +63,6 @@ CURES: Mapping[str, str] = {
     "fp16": "bf16=True is there",
     "skip_memory_metrics": "trainer.result.proof says what memory was taken",
     "use_cache": "a forward pass in training keeps no cache",
-    "label_smoothing_factor": "seqpart.Trainer(model, loss) takes any function of output and labels",
     "optim_args": "give optimizer_cls_and_kwargs to the Trainer",
     "run_name": "trackers call a run by its directory",
     "push_to_hub": "push what save_model wrote",
@@ -71,7 +70,7 @@ CURES: Mapping[str, str] = {
 """What to do instead, by refused field."""
 
 
-_SAMPLING, _REPORTS = ("random", "sequential"), ("tensorboard", "wandb")
+_SAMPLING, _REPORTS = ("random", "sequential", "group_by_length"), ("tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,13 @@ def refuse_what_is_not_taken(arguments: Any) -> None:
             f"{arguments.label_names}."
         )
     _one_of("train_sampling_strategy", arguments.train_sampling_strategy, _SAMPLING)
-    _one_of("save_strategy", arguments.save_strategy, ("no", "steps", "epoch"))
+    if text(arguments.save_strategy) == "best" and not (
+        arguments.load_best_model_at_end and text(arguments.eval_strategy) != "no"
+    ):
+        raise OptionError(
+            "TrainingArguments: save_strategy best keeps the weights of the best evaluation for the end of the training. Give "
+            "load_best_model_at_end=True and an eval_strategy, or another save_strategy."
+        )
     _one_of("lr_scheduler_type", arguments.lr_scheduler_type, None, but=("reduce_lr_on_plateau", "greedy"))
     for name in arguments.report_to or ():
         _one_of("report_to", name, _REPORTS)
@@ -171,9 +176,11 @@ def _steps(count: float, updates: int) -> int:
 
 
 def _saving(arguments: Any, lengths: Lengths) -> str | int:
-    strategy = text(arguments.save_strategy)
+    strategy, steps = text(arguments.save_strategy), arguments.save_steps
+    if strategy == "best":  # which is kept beside the checkpoints
+        strategy, steps = text(arguments.eval_strategy), arguments.eval_steps
     if strategy == "steps":
-        return _steps(arguments.save_steps, lengths.updates)
+        return _steps(steps, lengths.updates)
     return lengths.per_epoch if strategy == "epoch" else "never"
 
 
@@ -193,12 +200,14 @@ def wanted_of(arguments: Any) -> str | None:
     return name if arguments.load_best_model_at_end and name != "loss" else None
 
 
-OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
+OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer] | None, Mapping[str, Any]]] = {
     "adamw_torch": (torch.optim.AdamW, {}),
     "adamw_torch_fused": (torch.optim.AdamW, {"fused": True}),
     "sgd": (torch.optim.SGD, {}),
     "rmsprop": (torch.optim.RMSprop, {}),
+    "adafactor": (None, {"scale_parameter": False, "relative_step": False}),
 }
+"""By the name in TrainingArguments. None: transformers' own Adafactor."""
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names of parameters that do not decay, as in transformers' Trainer."""
 
@@ -249,9 +258,11 @@ def _named(arguments: Any) -> OwnOptimizer:
     if name not in OPTIMIZERS:
         raise OptionError(
             f"TrainingArguments: optim: expected one of {', '.join(OPTIMIZERS)}; found {name}. Give another as "
-            "optimizer_cls_and_kwargs, such as (torch.optim.Adafactor, {'lr': 1e-3})."
+            "optimizer_cls_and_kwargs, such as (torch.optim.Adagrad, {'lr': 1e-3})."
         )
     kind, keywords = OPTIMIZERS[name]
+    if kind is None:
+        from transformers import Adafactor as kind
     adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
     return kind, {"lr": arguments.learning_rate, **keywords, **(adam if name.startswith("adamw") else {})}
 

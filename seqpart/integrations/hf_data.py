@@ -16,6 +16,7 @@ from seqpart.data.loaders import spanned
 from seqpart.data.padding import LABELS, TOKENS, ZEROS, Key, Padding, Sizes, sizes_of_batch, tokenizer_says
 from seqpart.data.source import generators_kept
 from seqpart.errors import DataError, OptionError
+from seqpart.text import short
 
 COLUMNS = ("labels", "label", "label_ids")
 """Names of label columns."""
@@ -133,9 +134,9 @@ def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
 class Order(Sampler[int]):
     """Row order of transformers' Trainer: a permutation per epoch, with its own seed."""
 
-    def __init__(self, count: int, rows: int, seed: int | None) -> None:
-        """rows: number of rows used of `count`. seed None: in order."""
-        self._count, self._rows, self._seed, self._epoch = count, rows, seed, 1
+    def __init__(self, count: int, rows: int, seed: int | None, alike: Callable[[torch.Generator], list[int]] | None = None) -> None:
+        """rows: number of rows used of `count`. seed None: in order. alike: draws an order of rows that are grouped."""
+        self._count, self._rows, self._seed, self._alike, self._epoch = count, rows, seed, alike, 1
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, from 1."""
@@ -149,16 +150,38 @@ class Order(Sampler[int]):
             yield from range(self._rows)
             return
         generator = torch.Generator().manual_seed(self._seed + self._epoch - 1)
-        yield from torch.randperm(self._count, generator=generator)[: self._rows].tolist()
+        order = self._alike(generator) if self._alike else torch.randperm(self._count, generator=generator).tolist()
+        yield from order[: self._rows]
 
 
 def training_loader(data: Any, batches: Batches, arguments: Any, rows: int, batch: int) -> "DataLoader[Any]":
     """Returns the loader of the training rows. rows: per epoch; batch: per update."""
     seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
-    order = Order(len(data), rows, seed if arguments.train_sampling_strategy == "random" else None)
+    strategy = arguments.train_sampling_strategy
+    alike = _grouping(data, batches.collator, arguments, batch) if strategy == "group_by_length" else None
+    order = Order(len(data), rows, None if strategy == "sequential" else seed, alike)
     return DataLoader(
         data, batch_size=batch, sampler=order, collate_fn=batches, num_workers=arguments.dataloader_num_workers
     )  # fmt: skip
+
+
+def _grouping(data: Any, collator: Any, arguments: Any, batch: int) -> Callable[[torch.Generator], list[int]]:
+    """Returns a function that draws an order in which rows of about the same length follow each other. Raises OptionError."""
+    from transformers.trainer_pt_utils import get_length_grouped_indices
+
+    kept, tokenizer = arguments.length_column_name, getattr(collator, "tokenizer", None)
+    if kept in getattr(data, "column_names", ()):
+        lengths = list(data[kept])
+    else:
+        name = getattr(tokenizer, "model_input_names", ["input_ids"])[0]
+        with generators_kept():
+            if not isinstance(data[0], Mapping) or name not in data[0]:
+                raise OptionError(
+                    f"train_sampling_strategy group_by_length: expected rows with {name}, whose length is looked at; found "
+                    f"{short(data[0])}. Give another strategy."
+                )
+            lengths = [len(data[number][name]) for number in range(len(data))]
+    return lambda generator: get_length_grouped_indices(lengths, batch, generator=generator)
 
 
 def evaluation_loader(data: Any, batches: Batches) -> "DataLoader[Any]":
@@ -179,9 +202,22 @@ def refuse_unknown(data: Any, name: str) -> None:
 
 def columns_of(model: nn.Module) -> frozenset[str]:
     """Returns the names of the forward's arguments, and of labels."""
+    return frozenset(inspect.signature(base_of(model).forward).parameters) | set(COLUMNS)
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """Returns the model that an adapter of peft is on; the model itself if there is none."""
     of_peft: Any = getattr(model, "get_base_model", None)
-    base = of_peft() if of_peft is not None else model
-    return frozenset(inspect.signature(base.forward).parameters) | set(COLUMNS)
+    found: nn.Module = of_peft() if of_peft is not None else model
+    return found
+
+
+def logits_of(outputs: Any) -> torch.Tensor:
+    """Returns the logits of what a model of transformers returned."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    found: torch.Tensor = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    return found
 
 
 def collator_of(given: Any, processing_class: Any) -> Callable[[list[Any]], Mapping[str, Any]]:
@@ -227,8 +263,9 @@ class Predictions:
         while self._files:
             self._files.pop().close()
 
-    def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """Adds outputs (rows, ...) and labels (rows, ...) of one micro-batch."""
+    def update(self, outputs: Any, labels: torch.Tensor) -> None:
+        """Adds the logits (rows, ...) of outputs, and labels (rows, ...), of one micro-batch."""
+        outputs = logits_of(outputs)
         if self._first is not None:
             outputs = self._first(outputs, labels)
         for file, tensor in zip(self._files, (outputs, labels), strict=True):
