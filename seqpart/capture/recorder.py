@@ -180,7 +180,8 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Runs a call and records it. buffers: those of a block, which it may change, at least in training."""
         places = sys._getframe(2)
-        given = [leaf for leaf in leaves(opened((args, kwargs))) if isinstance(leaf, torch.Tensor)]
+        args, kwargs = opened((args, kwargs))  # copies: a call may write into a dict that it gets
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         given += buffers
         versions = [tensor._version for tensor in given]
         self._inside += 1
@@ -206,7 +207,7 @@ class Recorder(TorchFunctionMode):
     def _note(
         self, function: Any, args: Any, kwargs: Any, found: Any, changed: Sequence[torch.Tensor], where: str, *, keeps: bool
     ) -> None:
-        taken, named = mapped(opened(args), self._encoded), mapped(opened(kwargs), self._encoded)
+        taken, named = mapped(args, self._encoded), mapped(kwargs, self._encoded)
         rebound = {id(t): t for one in changed for t in self._storages.get(one.untyped_storage()._cdata, [])}
         before = {key: self._numbers[key] for key in rebound}
         numbers = tuple(self._numbers[id(tensor)] for tensor in changed if id(tensor) in self._numbers)

@@ -34,6 +34,7 @@ from seqpart.integrations.hf_arguments import (
 )
 from seqpart.integrations.hf_callbacks import Relay
 from seqpart.integrations.hf_data import Predictions
+from seqpart.model.losses import LossSource
 from seqpart.options import Options
 from seqpart.runtime.result import Result
 
@@ -63,7 +64,7 @@ class Trainer:
         *, padding: Padding | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
-        refuse_what_is_not_taken(self.args)
+        refuse_what_is_not_taken(self.args, but=self._own_fields())
         _refuse(self.args, model, model_init, optimizers, optimizer_cls_and_kwargs, eval_dataset, compute_metrics)
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self.model: nn.Module = model if model_init is None else model_init()
@@ -149,16 +150,14 @@ class Trainer:
             parts = (self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}") for name, one in data.items())
             return {name: value for part in parts for name, value in part.items()}
         with self._judge() as judge:
-            hf_data.refuse_unknown(data, "eval_dataset")
-            batches = self._batches("eval_dataset", self.args.per_device_eval_batch_size)
+            data, batches = self._read("eval_dataset", data)
             metrics = self._judged(data, batches, ignore_keys, metric_key_prefix, judge)
         self._relay.evaluated(metrics)
         return metrics
 
     def predict(self, test_dataset: Any, ignore_keys: None = None, metric_key_prefix: str = "test") -> PredictionOutput:
         """Returns predictions and labels, mapped from files, and metrics; for rows without labels only predictions."""
-        hf_data.refuse_unknown(test_dataset, "test_dataset")
-        batches = self._batches("test_dataset", self.args.per_device_eval_batch_size)
+        test_dataset, batches = self._read("test_dataset", test_dataset)
         if labelled := batches.labelled(test_dataset):
             judges = self._predictions()
         else:
@@ -229,6 +228,10 @@ class Trainer:
         """A context in which the model computes the loss of a compute_loss that is overridden."""
         return hf_losses.judged_by(self.model, self.compute_loss) if self._overridden else nullcontext()
 
+    def _own_fields(self) -> set[str]:
+        """Names of arguments that somebody else honours."""
+        return set()
+
     @property
     def _overridden(self) -> bool:
         return type(self).compute_loss is not Trainer.compute_loss
@@ -268,10 +271,8 @@ class Trainer:
                     f"{', '.join(clash)}: TrainingArguments say it. Leave {'it' if len(clash) == 1 else 'them'} out."
                 )
             given: Options = {"mem_limit": "auto", "method": "auto", **self._options}
-            loss = "model" if self._overridden or self._loss is None else self._loss
-            self._ours = seqpart.trainer.Trainer(
-                self.model, loss, quiet=bool(self.args.disable_tqdm), **{**options, **given}
-            )
+            loss: LossSource = "model" if self._overridden or self._loss is None else self._loss
+            self._ours = seqpart.trainer.Trainer(self.model, loss, quiet=bool(self.args.disable_tqdm), **{**options, **given})
         return self._ours
 
     def _optimizer(self, updates: int) -> tuple[hf_arguments.Build, hf_arguments.Schedule]:
@@ -279,27 +280,39 @@ class Trainer:
             return hf_arguments.as_given(self._optimizers, self.model, hf_arguments.schedule_of(self.args, updates))
         return hf_arguments.of_arguments(self.args, self.model, updates, self._own_optimizer)
 
-    def _batches(self, name: str, size: int) -> hf_data.Batches:
-        config = getattr(self.model, "config", None)
-        padding = hf_data.padding_of(self._padding, self.data_collator, self.processing_class, config)
+    def _read(self, name: str, data: Any) -> tuple[Any, hf_data.Batches]:
+        """Returns the rows of a data set, and what makes batches of them. Raises DataError."""
+        hf_data.refuse_unknown(data, name)
         columns = hf_data.columns_of(self.model) if self.args.remove_unused_columns else None
-        return hf_data.Batches(collator=self.data_collator, name=name, size=size, columns=columns, padding=padding)
+        return data, self._batches(name, self.data_collator, data, columns=columns)
+
+    def _batches(self, name: str, collator: Any, data: Any, **more: Any) -> hf_data.Batches:
+        training = name == "train_dataset"
+        size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
+        padding = self._padding_for(collator, data)
+        return hf_data.Batches(collator=collator, name=name, size=size, padding=padding, **more)
+
+    def _padding_for(self, collator: Any, data: Any) -> Padding:
+        config = getattr(self.model, "config", None)
+        return hf_data.padding_of(self._padding, collator, self.processing_class, config)
+
+    def _order(self, data: Any, lengths: Lengths) -> Any:
+        """Returns a sampler with the row order of the training."""
+        return hf_data.order_of(data, self.args, lengths.rows, lengths.batch, self.processing_class)
 
     def _loaders(self, lengths: Lengths) -> tuple[Any, Any]:
         """Returns the loaders of the training rows and, if there are evaluations, of their rows: all padded to one length."""
-        train = self._batches("train_dataset", self.args.per_device_train_batch_size)
-        tests = self._batches("eval_dataset", self.args.per_device_eval_batch_size)
-        several = [(train, self.train_dataset)]
+        several = [self._read("train_dataset", self.train_dataset)]
         if self._tests:
             if isinstance(self.eval_dataset, dict):
                 raise OptionError(
                     "eval_dataset: several of them go with evaluate(), not with evaluations in training. Give one."
                 )
-            hf_data.refuse_unknown(self.eval_dataset, "eval_dataset")
-            several.append((tests, self.eval_dataset))
-        train, *rest = hf_data.padded_alike(several)
-        loader = hf_data.training_loader(self.train_dataset, train, self.args, lengths.rows, lengths.batch)
-        return loader, hf_data.evaluation_loader(self.eval_dataset, rest[0]) if rest else None
+            several.append(self._read("eval_dataset", self.eval_dataset))
+        (data, train), *rest = hf_data.padded_alike(several)
+        workers = self.args.dataloader_num_workers
+        loader = hf_data.training_loader(data, train, self._order(data, lengths), lengths.batch, workers)
+        return loader, hf_data.evaluation_loader(*rest[0]) if rest else None
 
     def _judged(
         self, data: Any, batches: hf_data.Batches, ignore_keys: object, prefix: str, judge: Predictions | None
@@ -308,7 +321,7 @@ class Trainer:
         if ignore_keys is not None:
             raise OptionError("ignore_keys: only the model's logits are evaluated. Leave it out.")
         began = time.time()
-        (batches,) = hf_data.padded_alike([(batches, data)])
+        ((data, batches),) = hf_data.padded_alike([(data, batches)])
         with self._empty_model("evaluate"):
             found = self._trainer().evaluate(hf_data.evaluation_loader(data, batches), compute_metrics=judge)
         metrics: dict[str, Any] = {f"{prefix}_{one}": value for one, value in found.metrics.items()}

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import Adafactor
 
 from seqpart.errors import OptionError
 
@@ -93,9 +94,13 @@ def lengths_of(arguments: Any, count: int) -> Lengths:
     return Lengths(rows, batch, per_epoch, steps if steps > 0 else math.ceil(arguments.num_train_epochs * per_epoch))
 
 
-def refuse_what_is_not_taken(arguments: Any) -> None:
-    """Raises OptionError, naming every field that was set to another value than its default and cannot be honoured."""
-    wrong = [name for name in _set_fields(arguments) if name not in HONOURED and name not in WITHOUT_EFFECT]
+def refuse_what_is_not_taken(arguments: Any, *, but: Iterable[str] = ()) -> None:
+    """Raises OptionError, naming every field that was set to another value than its default and cannot be honoured.
+
+    but: names of fields that somebody else honours.
+    """
+    taken = {*HONOURED, *WITHOUT_EFFECT, *but}
+    wrong = [name for name in _set_fields(arguments) if name not in taken]
     if wrong:
         cures = "; ".join(f"{name}: {CURES[name]}" for name in wrong if name in CURES)
         raise OptionError(
@@ -125,7 +130,9 @@ def refuse_what_is_not_taken(arguments: Any) -> None:
 def _set_fields(arguments: Any) -> list[str]:
     from transformers import TrainingArguments
 
-    defaults = TrainingArguments(output_dir=arguments.output_dir)
+    # Otherwise accelerate's state of the process would be reset, and Trainers that exist could not go on.
+    defaults: Any = TrainingArguments(output_dir=arguments.output_dir, accelerator_config={"use_configured_state": True})
+    defaults.accelerator_config.use_configured_state = False
     found = []
     for field in fields(arguments):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
@@ -200,14 +207,13 @@ def wanted_of(arguments: Any) -> str | None:
     return name if arguments.load_best_model_at_end and name != "loss" else None
 
 
-OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer] | None, Mapping[str, Any]]] = {
+OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {
     "adamw_torch": (torch.optim.AdamW, {}),
     "adamw_torch_fused": (torch.optim.AdamW, {"fused": True}),
     "sgd": (torch.optim.SGD, {}),
     "rmsprop": (torch.optim.RMSprop, {}),
-    "adafactor": (None, {"scale_parameter": False, "relative_step": False}),
+    "adafactor": (Adafactor, {"scale_parameter": False, "relative_step": False}),
 }
-"""By the name in TrainingArguments. None: transformers' own Adafactor."""
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names of parameters that do not decay, as in transformers' Trainer."""
 
@@ -261,8 +267,6 @@ def _named(arguments: Any) -> OwnOptimizer:
             "optimizer_cls_and_kwargs, such as (torch.optim.Adagrad, {'lr': 1e-3})."
         )
     kind, keywords = OPTIMIZERS[name]
-    if kind is None:
-        from transformers import Adafactor as kind
     adam = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
     return kind, {"lr": arguments.learning_rate, **keywords, **(adam if name.startswith("adamw") else {})}
 

@@ -1,5 +1,6 @@
 """Turns transformers' data sets and collators into loaders whose batches have one shape."""
 
+import functools
 import inspect
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ class Batches:
     """Columns that are kept; None: all."""
     padding: Padding
     """Lengths and values for padding."""
+    needs_labels: bool = True
     like: Mapping[str, torch.Tensor] | None = None
     """A batch whose labels serve as a model for missing ones; None: none are missing."""
 
@@ -50,7 +52,7 @@ class Batches:
         found = self._collated(items)
         if "labels" not in found and self.like is not None:
             found = {**found, "labels": _stand_in(found, self.like)}
-        if "labels" not in found:
+        if "labels" not in found and self.needs_labels:
             raise DataError(
                 f"{self.name}: the collator returned a batch without labels, only {', '.join(map(str, found)) or 'nothing'}. A "
                 "causal language model needs DataCollatorForLanguageModeling(tokenizer, mlm=False), or labels in the data set."
@@ -109,16 +111,17 @@ def _stand_in(batch: Mapping[str, Any], like: Mapping[str, torch.Tensor]) -> tor
     return labels.new_zeros(batch["input_ids"].shape if by_token else (rows, *labels.shape[1:]))
 
 
-def padded_alike(several: Sequence[tuple[Batches, Any]]) -> list[Batches]:
-    """Returns each (batches, data set) with the sizes that all are padded to: the largest.
+def padded_alike(several: Sequence[tuple[Any, Batches]]) -> list[tuple[Any, Batches]]:
+    """Returns each (data set, batches) with the sizes that all are padded to: the largest.
 
     Takes a pass over the data, unless the first batch shows that they are no sequences. Raises DataError.
     """
-    if several[0][0].padding.length != "longest":
-        return [batches for batches, _ in several]
-    largest, short = spanned(sizes for batches, data in several for sizes in _sizes(batches, data))
-    several[0][0].refuse_unpadded(short, has_mask="attention_mask" in largest)
-    return [replace(batches, padding=replace(batches.padding, length=largest)) for batches, _ in several]
+    first = several[0][1]
+    if first.padding.length != "longest":
+        return list(several)
+    largest, short = spanned(sizes for data, batches in several for sizes in _sizes(batches, data))
+    first.refuse_unpadded(short, has_mask="attention_mask" in largest)
+    return [(data, replace(batches, padding=replace(batches.padding, length=largest))) for data, batches in several]
 
 
 def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
@@ -126,7 +129,7 @@ def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
     with generators_kept():
         for at in range(0, len(data), batches.size):
             batch = batches.batch([data[number] for number in range(at, min(at + batches.size, len(data)))])
-            if not any(name in _PADDED and name != LABELS for name in batch):
+            if not any(name in _PADDED or name in batches.padding.values for name in batch if name != LABELS):
                 return
             yield sizes_of_batch(batch)
 
@@ -134,7 +137,9 @@ def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
 class Order(Sampler[int]):
     """Row order of transformers' Trainer: a permutation per epoch, with its own seed."""
 
-    def __init__(self, count: int, rows: int, seed: int | None, alike: Callable[[torch.Generator], list[int]] | None = None) -> None:
+    def __init__(
+        self, count: int, rows: int, seed: int | None, alike: Callable[[torch.Generator], list[int]] | None = None
+    ) -> None:
         """rows: number of rows used of `count`. seed None: in order. alike: draws an order of rows that are grouped."""
         self._count, self._rows, self._seed, self._alike, self._epoch = count, rows, seed, alike, 1
 
@@ -154,34 +159,41 @@ class Order(Sampler[int]):
         yield from order[: self._rows]
 
 
-def training_loader(data: Any, batches: Batches, arguments: Any, rows: int, batch: int) -> "DataLoader[Any]":
-    """Returns the loader of the training rows. rows: per epoch; batch: per update."""
+def order_of(data: Any, arguments: Any, rows: int, batch: int, tokenizer: Any) -> Order:
+    """Returns the row order of transformers' Trainer. rows: per epoch; batch: per update."""
     seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
     strategy = arguments.train_sampling_strategy
-    alike = _grouping(data, batches.collator, arguments, batch) if strategy == "group_by_length" else None
-    order = Order(len(data), rows, None if strategy == "sequential" else seed, alike)
-    return DataLoader(
-        data, batch_size=batch, sampler=order, collate_fn=batches, num_workers=arguments.dataloader_num_workers
-    )  # fmt: skip
+    alike = None
+    if strategy == "group_by_length":
+        lengths = _lengths(data, arguments.length_column_name, getattr(tokenizer, "model_input_names", ["input_ids"])[0])
+        alike = functools.partial(_alike, lengths, batch)
+    return Order(len(data), rows, None if strategy == "sequential" else seed, alike)
 
 
-def _grouping(data: Any, collator: Any, arguments: Any, batch: int) -> Callable[[torch.Generator], list[int]]:
-    """Returns a function that draws an order in which rows of about the same length follow each other. Raises OptionError."""
+def _lengths(data: Any, column: str, name: str) -> list[int]:
+    """Returns the length of each row: from its column, or of its input of that name. Raises DataError."""
+    if column in getattr(data, "column_names", ()):
+        return list(data[column])
+    with generators_kept():
+        if not isinstance(data[0], Mapping) or name not in data[0]:
+            raise DataError(
+                f"train_sampling_strategy group_by_length: expected rows with {name}, whose length is looked at; found "
+                f"{short(data[0])}. Give another strategy."
+            )
+        return [len(data[number][name]) for number in range(len(data))]
+
+
+def _alike(lengths: list[int], batch: int, generator: torch.Generator) -> list[int]:
+    """Returns an order in which rows of about the same length follow each other."""
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
-    kept, tokenizer = arguments.length_column_name, getattr(collator, "tokenizer", None)
-    if kept in getattr(data, "column_names", ()):
-        lengths = list(data[kept])
-    else:
-        name = getattr(tokenizer, "model_input_names", ["input_ids"])[0]
-        with generators_kept():
-            if not isinstance(data[0], Mapping) or name not in data[0]:
-                raise OptionError(
-                    f"train_sampling_strategy group_by_length: expected rows with {name}, whose length is looked at; found "
-                    f"{short(data[0])}. Give another strategy."
-                )
-            lengths = [len(data[number][name]) for number in range(len(data))]
-    return lambda generator: get_length_grouped_indices(lengths, batch, generator=generator)
+    found: list[int] = get_length_grouped_indices(lengths, batch, generator=generator)
+    return found
+
+
+def training_loader(data: Any, batches: Batches, order: Sampler[int], batch: int, workers: int) -> "DataLoader[Any]":
+    """Returns the loader of the training rows. batch: rows of an update."""
+    return DataLoader(data, batch_size=batch, sampler=order, collate_fn=batches, num_workers=workers)
 
 
 def evaluation_loader(data: Any, batches: Batches) -> "DataLoader[Any]":

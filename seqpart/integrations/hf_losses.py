@@ -1,6 +1,7 @@
 """Losses of transformers' Trainer that a model does not compute itself, and the noise of NEFTune."""
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from seqpart.errors import OptionError
 from seqpart.integrations.hf_data import base_of, logits_of
 
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+Loss = Callable[[Any, Any], torch.Tensor]
 """(what the model returns, labels (rows, ...)) -> mean loss, with `counts`: labels -> what its mean is divided by."""
 
 
@@ -63,35 +64,45 @@ def _is_shifted(model: nn.Module) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     base: Any = base_of(model)
-    causal = LOSS_MAPPING.get(getattr(base, "loss_type", None)) is ForCausalLMLoss
+    causal = LOSS_MAPPING.get(getattr(base, "loss_type", "")) is ForCausalLMLoss
     return causal and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
 
 
 @contextmanager
 def judged_by(model: nn.Module, compute_loss: Callable[..., Any]) -> Iterator[None]:
-    """A context in which `model`, given labels, returns the loss that a Trainer's compute_loss finds for it, and the logits."""
+    """A context in which `model`, given a batch by name, returns the loss that a Trainer's compute_loss finds for it, and the
+    logits."""
     own, before, inside = model.forward, vars(model).get("forward"), False
 
-    @functools.wraps(own)
     def forward(*args: Any, **inputs: Any) -> Any:
         nonlocal inside
         if inside:  # called by compute_loss
             return own(*args, **inputs)
         inside = True
         try:
-            found = compute_loss(model, dict(inputs), return_outputs=True)
+            found = compute_loss(model, inputs, return_outputs=True)
         finally:
             inside = False
         loss, outputs = found if isinstance(found, tuple) else (found, None)
-        return {"loss": loss} if outputs is None else {"loss": loss, "logits": logits_of(outputs)}
+        return {"loss": loss, "logits": logits_of(outputs)} if outputs else {"loss": loss}
 
+    forward.__signature__ = _BY_NAME  # type: ignore[attr-defined]
     model.forward = forward
     try:
         yield
     finally:
         del model.forward
-        if before is not None:  # one that another library has put there
+        if before is not None:  # what another library has put there
             model.forward = before
+
+
+_BY_NAME = inspect.Signature(
+    [
+        inspect.Parameter("labels", inspect.Parameter.KEYWORD_ONLY, default=None),
+        inspect.Parameter("inputs", inspect.Parameter.VAR_KEYWORD),
+    ]
+)
+"""Any inputs by name, and labels."""
 
 
 @contextmanager
