@@ -31,7 +31,7 @@ def arguments(folder, **options):
     return transformers.TrainingArguments(output_dir=str(folder), **options)
 
 
-OWN = ("callbacks", "optimizers", "optimizer_cls_and_kwargs", "compute_metrics")
+OWN = ("callbacks", "compute_loss_func", "optimizers", "optimizer_cls_and_kwargs", "compute_metrics")
 
 
 def trained(folder, whose="ours", model=None, **options):

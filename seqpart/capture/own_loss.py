@@ -95,7 +95,7 @@ def _frontier(recorder: Recorder, loss: int, judged: torch.Tensor | None, with_l
         if op.uses & with_labels:
             taken |= dict.fromkeys(sorted(op.uses - with_labels))
     found = [recorder.tensor(number) for number in taken]
-    return found if judged is None or any(tensor is judged for tensor in found) else [judged, *found]
+    return found if judged is None else [judged, *(tensor for tensor in found if tensor is not judged)]
 
 
 def _with_sources(
@@ -205,6 +205,10 @@ class OwnLoss:
         """Returns the tensors that the loss takes, of the chain's output."""
         return self._joined.returned(output) if self._joined is not None else (output,)
 
+    def judged(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns the judged output, from the chain's output."""
+        return self._values(output)[0]
+
     def _own(self, labels: torch.Tensor) -> torch.Tensor:
         return labels.clone() if self._writes else labels
 
@@ -225,7 +229,7 @@ class OwnLoss:
         cross-entropy only labels of whole rows are known to be classes."""
         targets = self.targets(labels)
         if targets is None:
-            return scores_of(self._values(output)[0], labels) if labels.ndim == 1 else None
+            return scores_of(self.judged(output), labels) if labels.ndim == 1 else None
         (scores,) = self._scores(*self._values(output), self._own(labels))
         if scores.ndim != 2 or targets.ndim != 1:
             return None

@@ -212,9 +212,11 @@ class TrueLoss:
         return hasattr(self._function, "returned")
 
     def returned(self, output: torch.Tensor) -> Any:
-        """Returns what the model returned, from the output (rows, ...) of the chain."""
+        """Returns what the model returned, from the output (rows, ...) of the chain; of one with a loss of its own the logits."""
         own: Any = self._function
-        return own.returned(output) if self.takes_all else output
+        if self.takes_all:
+            return own.returned(output)
+        return own.judged(output) if hasattr(own, "judged") else output
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if (scores := getattr(self._function, "scores", None)) is not None:

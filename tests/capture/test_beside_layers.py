@@ -115,6 +115,22 @@ class Rotates(nn.Module):
         return self.last(h * self.angles(h))
 
 
+class PassesADict(nn.Module):
+    """Layers write into the dict that they get, as those of sentence-transformers: a new tensor was taken for an input."""
+
+    class Layer(nn.Linear):
+        def forward(self, features):
+            features["found"] = super().forward(features["x"]).relu()
+            return features
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = self.Layer(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(self.first({"x": x})["found"])
+
+
 class FrozenNorm(nn.BatchNorm1d):
     def train(self, mode=True):
         return super().train(False)
@@ -153,6 +169,7 @@ MODELS = {
     "attention by another kernel": Attends,
     "complex values from layer to layer": Fourier,
     "constants of a part that is called twice": Rotates,
+    "a layer that writes into a dict": PassesADict,
 }
 
 

@@ -109,7 +109,8 @@ def test_updates_have_the_rows_that_they_have_in_transformers(tmp_path_factory, 
     theirs = transformers.Trainer(torch.nn.Linear(1, 1), made, train_dataset=items, data_collator=list)
     batches = hf_data.Batches(collator=list, name="", size=size, columns=None, padding=Padding({}))
     lengths = lengths_of(made, count)
-    loader = hf_data.training_loader(items, batches, made, lengths.rows, lengths.batch)
+    order = hf_data.order_of(items, made, lengths.rows, lengths.batch, None)
+    loader = hf_data.training_loader(items, batches, order, lengths.batch, 0)
     expected = theirs.get_train_dataloader()
     assert theirs.set_initial_training_values(made, expected)[-1] == lengths.updates
     for epoch in range(3):

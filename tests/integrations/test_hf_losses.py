@@ -1,0 +1,233 @@
+"""Losses, noise and row orders of transformers' Trainer that a model does not have itself, in its Trainer and in ours."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
+
+from transformers.trainer_pt_utils import LengthGroupedSampler  # noqa: E402
+
+from seqpart.errors import OptionError  # noqa: E402
+from seqpart.integrations.hf import Trainer  # noqa: E402
+from seqpart.integrations.hf_others import under_limit  # noqa: E402
+from tests.hugging_face import (  # noqa: E402
+    TRAINERS,
+    accuracy,
+    arguments,
+    collate,
+    history,
+    little_model,
+    little_rows,
+    same_history,
+    same_weights,
+    trained,
+    uneven,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("known_machine"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+]
+
+
+def smoothed_sum(outputs, labels, num_items_in_batch):
+    return F.cross_entropy(outputs.logits, labels, reduction="sum", label_smoothing=0.2) / num_items_in_batch
+
+
+BEST = {"save_strategy": "best", "load_best_model_at_end": True, "learning_rate": 0.1, "num_train_epochs": 3}
+OPTIONS = {
+    "smoothed labels": {"label_smoothing_factor": 0.1, "eval_strategy": "epoch", "compute_metrics": accuracy},
+    "a function": {"compute_loss_func": smoothed_sum, "eval_strategy": "epoch", "compute_metrics": accuracy},
+    "adafactor": {"optim": "adafactor", "weight_decay": 0.1},
+    "the best save by loss": {**BEST, "eval_strategy": "epoch", "metric_for_best_model": "loss"},
+    "the best save by a metric": {
+        **BEST, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "right", "compute_metrics": accuracy,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_of_losses_and_saves_leave_the_weights_of_transformers(options, tmp_path):
+    options = {"num_train_epochs": 2, **options}
+    (theirs, expected), (ours, found) = (trained(tmp_path, whose, **options) for whose in TRAINERS)
+    same_weights(found, expected)
+    same_history(history(ours), history(theirs))
+    assert ours.state.best_global_step == theirs.state.best_global_step
+    assert "metric_for_best_model" not in options or ours.state.best_global_step < ours.state.global_step
+
+
+def little_language_model():
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=24,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def half_labelled():
+    rows = []
+    for number, row in enumerate(little_rows()):
+        labels = row["input_ids"].clone()
+        labels[: number % 5] = -100
+        rows.append({"input_ids": row["input_ids"], "attention_mask": row["attention_mask"], "labels": labels})
+    return rows
+
+
+def token_sum(outputs, labels, num_items_in_batch):
+    scores, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return F.cross_entropy(scores, labels, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    "own", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": token_sum}], ids=["smoothed", "a function"]
+)
+def test_tokens_that_count_are_counted_over_all_micro_batches_of_an_update(own, tmp_path):
+    """Rows have 2 to 6 labels, so the mean of a batch is not that of its halves."""
+    func = {"compute_loss_func": own["compute_loss_func"]} if "compute_loss_func" in own else {}
+    weights = []
+    for whose, kind in TRAINERS.items():
+        model = little_language_model()
+        args = arguments(
+            tmp_path / whose, per_device_train_batch_size=2, gradient_accumulation_steps=4, optim="sgd", num_train_epochs=2,
+            **{name: value for name, value in own.items() if name not in func},
+        )  # fmt: skip
+        options = {} if whose == "theirs" else {"method": "full", "micro_batch_size": 2}
+        kind(model, args, train_dataset=half_labelled(), **func, **options).train()
+        weights.append(model.state_dict())
+    assert all(torch.allclose(weights[0][name], weights[1][name], rtol=1e-5, atol=1e-7) for name in weights[0])
+
+
+# --- compute_loss of a subclass -----------------------------------------------------------------------------------------
+
+
+def weighted(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """As in transformers' documentation."""
+    labels = inputs.pop("labels")
+    outputs = model(**inputs)
+    loss = F.cross_entropy(outputs.logits, labels, weight=torch.tensor([1.0, 2.0, 3.0]))
+    return (loss, outputs) if return_outputs else loss
+
+
+def beside_the_models_own(self, model, inputs, return_outputs=False, **_):
+    """Takes an input too."""
+    loss, outputs = type(self).__mro__[1].compute_loss(self, model, inputs, return_outputs=True)
+    loss = loss + 0.1 * (outputs.logits.mean(-1) * inputs["attention_mask"].sum(-1)).square().mean()
+    return (loss, outputs) if return_outputs else loss
+
+
+def with_a_column(self, model, inputs, return_outputs=False, **_):
+    """Takes a column that the model does not."""
+    outputs = model(**{name: value for name, value in inputs.items() if name not in ("share", "labels")})
+    loss = (F.cross_entropy(outputs.logits, inputs["labels"], reduction="none") * inputs["share"]).mean()
+    return (loss, outputs) if return_outputs else loss
+
+
+def subclass(base, own):
+    return type("Own", (base,), {"compute_loss": own})
+
+
+def trained_by(kind, folder, rows, ours=(), under=None, **options):
+    model = little_model()
+    args = arguments(
+        folder, num_train_epochs=2, eval_strategy="epoch", per_device_eval_batch_size=8, remove_unused_columns=False, **options
+    )
+    trainer = kind(
+        model,
+        args,
+        train_dataset=rows,
+        eval_dataset=rows[:8],
+        compute_metrics=accuracy,
+        data_collator=with_labels,
+        **dict(ours),
+    )
+    if under is not None:
+        trainer = under_limit(trainer, **under)
+        assert trainer.model is model
+    trainer.train()
+    return trainer, dict(model.state_dict())
+
+
+def with_labels(items):
+    return transformers.default_data_collator(items)
+
+
+@pytest.mark.parametrize("own", [weighted, beside_the_models_own, with_a_column])
+@pytest.mark.parametrize("method", ["full", "streamed"])
+def test_a_compute_loss_of_a_subclass_leaves_the_weights_of_transformers(own, method, tmp_path):
+    rows = [{**row, **({"share": number / 9} if own is with_a_column else {})} for number, row in enumerate(little_rows())]
+    options = {"method": method, "micro_batch_size": 8, "mem_limit": "2GB"}
+    theirs, expected = trained_by(subclass(transformers.Trainer, own), tmp_path / "theirs", rows)
+    ours, found = trained_by(subclass(Trainer, own), tmp_path / "ours", rows, options)
+    under, also = trained_by(subclass(transformers.Trainer, own), tmp_path / "under", rows, under=options)
+    for weights, trainer in ((found, ours), (also, under)):
+        same_weights(weights, expected)
+        same_history(history(trainer), history(theirs))
+    assert "forward" not in vars(ours.model)
+
+
+def test_a_loss_whose_parts_do_not_add_up_is_refused_where_batches_are_divided(tmp_path):
+    with pytest.raises(OptionError, match="the loss of a batch is neither the mean of its parts' by their rows nor their sum"):
+        trained_by(subclass(Trainer, weighted), tmp_path, little_rows(), {"method": "full", "micro_batch_size": 4})
+
+
+# --- NEFTune ------------------------------------------------------------------------------------------------------------
+
+
+def test_neftune_is_the_noise_of_transformers_drawn_by_keys_of_its_own(tmp_path):
+    """Its embedding is seeded before each call as ours was, and then all bits are the same."""
+    seeds = []
+
+    def note(embedding, taken):
+        if embedding.training:
+            seeds.append(torch.initial_seed())
+
+    def seed(embedding, taken):
+        torch.manual_seed(seeds.pop(0))
+
+    def weights(kind, before):
+        model = little_model()
+        embedding = model.bert.embeddings.word_embeddings
+        hook = embedding.register_forward_pre_hook(before)
+        kind(model, arguments(tmp_path, neftune_noise_alpha=5.0, num_train_epochs=2), train_dataset=little_rows()).train()
+        hook.remove()
+        assert not embedding._forward_hooks
+        return dict(model.state_dict())
+
+    found = weights(functools.partial(Trainer, method="full"), note)
+    del seeds[:-6]  # of its plan
+    same_weights(found, weights(transformers.Trainer, seed))
+    assert not torch.equal(trained(tmp_path, num_train_epochs=2)[1]["classifier.weight"], found["classifier.weight"])
+
+
+# --- rows of about the same length ----------------------------------------------------------------------------------------
+
+
+class Seeded(LengthGroupedSampler):
+    """transformers' draws from the generator of the process, whose state depends on all that was drawn before."""
+
+    def set_epoch(self, epoch):
+        self.generator = torch.Generator().manual_seed(42 + epoch)
+
+
+class Grouping(transformers.Trainer):
+    def _get_train_sampler(self, train_dataset=None):
+        sampler = super()._get_train_sampler(train_dataset)
+        assert type(sampler) is LengthGroupedSampler
+        sampler.__class__ = Seeded
+        return sampler
+
+
+def test_rows_are_grouped_by_length_as_in_transformers_by_a_generator_of_the_epoch(tmp_path):
+    weights, padded = [], functools.partial(collate, length=8)
+    for kind in (Grouping, functools.partial(Trainer, method="full")):
+        model = little_model()
+        args = arguments(
+            tmp_path, num_train_epochs=2, train_sampling_strategy="group_by_length", per_device_train_batch_size=4,
+        )  # fmt: skip
+        kind(model, args, train_dataset=uneven(), data_collator=padded).train()
+        weights.append(model.state_dict())
+    same_weights(*weights)
