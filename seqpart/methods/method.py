@@ -212,7 +212,7 @@ class TrueLoss:
         return hasattr(self._function, "returned")
 
     def returned(self, output: torch.Tensor) -> Any:
-        """Returns what the model returned, from the output (rows, ...) of the chain; of one with a loss of its own the logits."""
+        """Returns what the model returned, or the logits if it computes its loss, from the output (rows, ...) of the chain."""
         own: Any = self._function
         if self.takes_all:
             return own.returned(output)

@@ -1,0 +1,265 @@
+"""Trainers whose classes build on transformers', by themselves and under a limit: the same weights after two epochs."""
+
+import re
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
+tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer needs the extra hf")
+
+from seqpart.errors import OptionError  # noqa: E402
+from seqpart.integrations.hf_others import under_limit  # noqa: E402
+from tests.hugging_face import arguments, history, little_model, little_rows, same_history, same_weights  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("known_machine"),
+    pytest.mark.filterwarnings("ignore"),  # these libraries warn of each other
+]
+WORDS, MEASURES = 60, ("entropy", "mean_token_accuracy", "num_tokens")
+STREAMED = {"mem_limit": "3GB", "method": "streamed"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    names = ["<pad>", "<unk>", "<eos>", "<cls>", "<sep>", "<mask>", *(f"w{number}" for number in range(WORDS))]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: at for at, name in enumerate(names)}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>", cls_token="<cls>", sep_token="<sep>",
+        mask_token="<mask>",
+    )  # fmt: skip
+
+
+def columns(*names, uneven=False):
+    """24 rows of sentences of six words, or of three to six."""
+    generator = torch.Generator().manual_seed(1)
+
+    def sentence(number):
+        words = torch.randint(0, WORDS, (3 + number % 4 if uneven else 6,), generator=generator)
+        return " ".join(f"w{word}" for word in words)
+
+    return {name: [sentence(number + place) for number in range(24)] for place, name in enumerate(names)}
+
+
+def both(make, folder, **options):
+    """A training by each: (trainer, weights) of theirs and ours."""
+    theirs, ours = make(folder / "theirs"), make(folder / "ours")
+    theirs.train()
+    trainer = under_limit(ours, **{**STREAMED, **options})
+    trainer.train()
+    return (theirs, theirs.model.state_dict()), (trainer, ours.model.state_dict())
+
+
+def close_weights(one, other):
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-5)] == []
+
+
+# --- sentence-transformers ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sentences(tokenizer, tmp_path):
+    """Makes a SentenceTransformerTrainer."""
+    library = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
+    datasets = pytest.importorskip("datasets", reason="pip install datasets")
+    from sentence_transformers import losses, models
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=WORDS + 6, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+
+    def make(folder, rows, loss, *, one=True, **options):
+        layers = [models.Transformer(str(tmp_path / "bert")), models.Pooling(16)]
+        model = library.SentenceTransformer(modules=layers, device="cpu")
+        own = {name: options.pop(name) for name in ("evaluator",) if name in options}
+        args = library.SentenceTransformerTrainingArguments(
+            output_dir=str(folder), num_train_epochs=2, per_device_train_batch_size=8, use_cpu=True, disable_tqdm=True,
+            learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", eval_strategy="epoch", **options,
+        )  # fmt: skip
+        data = datasets.Dataset.from_dict(rows)
+        data = data if one else datasets.DatasetDict({"one": data, "other": data})
+        loss = getattr(losses, loss)(model, *((16, 3) if loss == "SoftmaxLoss" else ()))
+        return library.SentenceTransformerTrainer(model, args, train_dataset=data, eval_dataset=data, loss=loss, **own)
+
+    return make
+
+
+SCORED = {"score": torch.linspace(0, 1, 24).tolist()}
+PAIRS, SCORES = ("anchor", "positive"), ("sentence1", "sentence2")
+
+
+@pytest.mark.parametrize(
+    ("loss", "names", "more"),
+    [
+        ("MultipleNegativesRankingLoss", PAIRS, {}),
+        ("MultipleNegativesRankingLoss", (*PAIRS, "negative"), {}),
+        ("CosineSimilarityLoss", SCORES, SCORED),
+        ("CoSENTLoss", SCORES, SCORED),
+        ("TripletLoss", (*PAIRS, "negative"), {}),
+    ],
+    ids=lambda given: given if isinstance(given, str) else len(given),
+)
+def test_sentence_transformers_leave_the_same_weights(sentences, loss, names, more, tmp_path):
+    rows = {**columns(*names), **more}
+    (theirs, expected), (ours, found) = both(lambda folder: sentences(folder, rows, loss), tmp_path, micro_batch_size=8)
+    same_weights(found, expected)
+    same_history(history(ours), history(theirs))
+    ours.save_model(tmp_path / "final")
+    again = type(ours.model)(str(tmp_path / "final"), device="cpu")
+    assert (again.encode(["w1 w2"]) == theirs.model.encode(["w1 w2"])).all()
+
+
+def test_sentences_of_several_lengths_differ_by_rounding(sentences, tmp_path):
+    rows = {**columns(*SCORES, uneven=True), **SCORED}
+    (theirs, expected), (ours, found) = both(
+        lambda folder: sentences(folder, rows, "CosineSimilarityLoss"), tmp_path, micro_batch_size=4
+    )
+    close_weights(found, expected)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-4)
+
+
+REFUSED_SENTENCES = {
+    "SoftmaxLoss has classifier.weight, which learns and is not the model's": {"loss": "SoftmaxLoss"},
+    "expected one data set with one loss; found several": {"one": False},
+    "an evaluator runs the whole model, which is empty during training": {"evaluator": [lambda *_, **__: {"one": 1.0}]},
+    "learning_rate_mapping is not taken": {"learning_rate_mapping": {"0.*": 1e-3}},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_SENTENCES)
+def test_what_sentence_transformers_cannot_have_is_refused(words, sentences, tmp_path):
+    options = {"loss": "CosineSimilarityLoss", **REFUSED_SENTENCES[words]}
+    trainer = sentences(tmp_path, {**columns(*SCORES), **SCORED}, **options)
+    with pytest.raises(OptionError, match=f"under_limit: {re.escape(words)}"):
+        under_limit(trainer, **STREAMED)
+
+
+# --- TRL ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tuning(tokenizer):
+    """Makes an SFTTrainer."""
+    trl = pytest.importorskip("trl", reason="pip install trl")
+    datasets = pytest.importorskip("datasets", reason="pip install datasets")
+
+    def make(folder, rows, peft_config=None, **options):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=WORDS + 6, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+            intermediate_size=24, pad_token_id=0, eos_token_id=2, bos_token_id=None,
+        )  # fmt: skip
+        args = trl.SFTConfig(
+            output_dir=str(folder), num_train_epochs=2, per_device_train_batch_size=8, use_cpu=True, disable_tqdm=True,
+            learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", eval_strategy="epoch", bf16=False,
+            **options,
+        )  # fmt: skip
+        data = datasets.Dataset.from_dict(rows)
+        return trl.SFTTrainer(
+            transformers.LlamaForCausalLM(config), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer,
+            peft_config=peft_config,
+        )  # fmt: skip
+
+    return make
+
+
+def same_but_for_measures(ours, theirs):
+    """TRL logs measures of tokens too; its loss of an evaluation is a mean over batches, with few tokens or many."""
+    for one, other in zip(history(ours), history(theirs), strict=True):
+        kept = {name: value for name, value in other.items() if not name.endswith(MEASURES)}
+        assert one == {name: pytest.approx(value, rel=1e-2 if name == "eval_loss" else 1e-4) for name, value in kept.items()}
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (["text"], {}),
+        (["prompt", "completion"], {}),
+        (["text"], {"packing": True, "packing_strategy": "wrapped", "max_length": 8}),
+    ],
+    ids=["texts", "completions", "packed"],
+)
+def test_fine_tuning_of_trl_differs_by_the_rounding_of_its_loss(tuning, names, options, tmp_path):
+    """Which is computed from the last layer's weight, in chunks of tokens."""
+    rows = columns(*names, uneven=True)
+    (theirs, expected), (ours, found) = both(lambda folder: tuning(folder, rows, **options), tmp_path)
+    close_weights(found, expected)
+    same_but_for_measures(ours, theirs)
+
+
+def test_smoothed_labels_of_trl_leave_the_same_weights(tuning, tmp_path):
+    rows = columns("text")
+    (_, expected), (_, found) = both(lambda folder: tuning(folder, rows, label_smoothing_factor=0.1), tmp_path)
+    same_weights(found, expected)
+
+
+def test_an_adapter_of_trl_is_trained(tuning, tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    rows = columns("text")
+    (_, expected), (ours, found) = both(lambda folder: tuning(folder, rows, adapter), tmp_path)
+    close_weights(found, expected)
+    ours.save_model(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_type": "dft"}, "loss_type dft"),
+        ({"packing": True}, "padding_free"),
+        ({"padding_free": True, "max_length": None}, "padding_free"),
+    ],
+    ids=["dft", "packed", "without padding"],
+)
+def test_what_fine_tuning_of_trl_cannot_have_is_refused(options, words, tuning, tmp_path):
+    with pytest.raises(OptionError, match=f"under_limit: .*{words}"):
+        under_limit(tuning(tmp_path, columns("text"), **options), **STREAMED)
+
+
+# --- classes of one's own -------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_of_transformers_itself_leaves_the_same_weights_and_stays_usable(tmp_path):
+    def make(folder):
+        args = arguments(folder, num_train_epochs=2, eval_strategy="epoch")
+        stop = [transformers.EarlyStoppingCallback(9)]
+        args.metric_for_best_model, args.load_best_model_at_end, args.greater_is_better = "loss", True, False
+        args.save_strategy = "epoch"
+        return transformers.Trainer(
+            little_model(), args, train_dataset=little_rows(), eval_dataset=little_rows(8, 1), callbacks=stop
+        )
+
+    (theirs, expected), (ours, found) = both(make, tmp_path)
+    same_weights(found, expected)
+    same_history(history(ours), history(theirs))
+    other = arguments(tmp_path / "other")  # transformers' own reset the state of others
+    assert other.num_train_epochs == 1
+
+
+class Stepping(transformers.Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_class_with_a_method_that_nobody_calls_and_what_is_no_trainer_are_refused(tmp_path):
+    trainer = Stepping(little_model(), arguments(tmp_path), train_dataset=little_rows())
+    with pytest.raises(OptionError, match="under_limit: Stepping has training_step of its own, which nobody calls here"):
+        under_limit(trainer, **STREAMED)
+    with pytest.raises(OptionError, match="expected an instance of transformers' Trainer; found BertForSequenceClassification"):
+        under_limit(trainer.model, **STREAMED)
+
+
+def test_a_trainer_that_was_made_before_another_one_of_ours_can_still_train(tmp_path):
+    """Ours compared arguments with new ones, which reset accelerate's state."""
+    first = transformers.Trainer(little_model(), arguments(tmp_path / "first", max_steps=1), train_dataset=little_rows())
+    second = transformers.Trainer(little_model(), first.args, train_dataset=little_rows())
+    under_limit(second, **STREAMED)
+    assert first.train().global_step == 1
