@@ -27,7 +27,7 @@ from seqpart.capture.joined_outputs import (
 )
 from seqpart.capture.program import OfRows, Ref, followed, following, leaves, opened
 from seqpart.capture.recorder import CONSTANTS, Recorder
-from seqpart.capture.sources import Computed, learned_through, sources_of
+from seqpart.capture.sources import Computed, comparing_rows, learned_through, sources_of
 from seqpart.errors import ModelError
 from seqpart.model.loss_probe import generators_left_alone
 from seqpart.model.losses import LossFunction
@@ -84,6 +84,8 @@ class Outputs:
         """(mode, number or name) of those that compare rows with each other."""
         self._rows = 0
         """Rows of the run that `_found` comes from."""
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        """Shapes by number, in that run."""
         self._computes = False
         """True if the loss computes a number of the batch."""
         self.why_not = ""
@@ -143,6 +145,7 @@ class Outputs:
                 return None
             self._kept[training] = self._keeps(tensors, used, recorder, training)
             self._found[training], self._rows = self._described(found, tensors, recorder, training), rows
+            self._shapes = dict(recorder.shapes)
         elif rows != self._rows:
             self._compare(found, tensors, recorder, training)
         described, kept = self._found[training], self._kept[training].tensors(tensors, recorder)
@@ -273,6 +276,13 @@ class Outputs:
             self._found.clear()
             raise OtherRows
         parts, joined = [], kept.tensors(tensors, recorder)
+        comparing = {(training, recorder.name(tensor)) for tensor in joined} & {
+            (training, number) for number in comparing_rows(recorder.shapes, self._shapes, recorder.ops)
+        }
+        if comparing - self._compares:
+            self._compares |= comparing
+            self._found.clear()
+            raise OtherRows
         for tensor, part, other in zip(
             joined, described.parts, self._parts(joined, recorder, training, described.dtype), strict=True
         ):

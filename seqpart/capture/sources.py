@@ -7,11 +7,11 @@ A micro-batch has another such number than the batch, and how a loss of it adds 
 the sources, which add up as rows do, and computes the number itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from seqpart.capture.program import Program, following, generalised, needed_for
+from seqpart.capture.program import Op, Program, following, generalised, needed_for
 from seqpart.capture.recorder import Recorder
 from seqpart.capture.segment import Segment, Steps
 from seqpart.model.packs import ROWS
@@ -47,6 +47,23 @@ def sources_of(number: int, recorder: Recorder, follows: Callable[[int], bool]) 
             left += op.uses
     if sum(recorder.tensor(one).nbytes for one in found) > _MOST * recorder.shapes[ROWS][0]:
         return None
+    return found
+
+
+def comparing_rows(shapes: Mapping[int, tuple[int, ...]], others: Mapping[int, tuple[int, ...]], ops: Iterable[Op]) -> set[int]:
+    """Returns the numbers of tensors that compare rows with each other, and of all that follows these.
+
+    shapes, others: by number, in two runs with other rows. Two dimensions of scores of all pairs differ, and none of a mean.
+    """
+    of_rows = following(ROWS, ops)
+    found = {
+        number
+        for number in of_rows & shapes.keys() & others.keys()
+        if sum(one != other for one, other in zip(shapes[number], others[number], strict=False)) != 1
+    }
+    for op in ops:
+        if op.uses & found:
+            found |= op.makes
     return found
 
 
