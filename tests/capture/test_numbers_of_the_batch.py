@@ -43,6 +43,10 @@ ADD_UP = {
 DO_NOT = {
     "a deviation": (lambda net, h, s, v: (s, h.std()), lambda out, y: F.cross_entropy(out[0], y) + out[1]),
     "the square of a mean": (lambda net, h, s, v: (s, h.mean()), lambda out, y: F.cross_entropy(out[0], y) + out[1].square()),
+    "one number for each row, of all pairs": (
+        lambda net, h, s, v: (s, (h @ h.T).logsumexp(1)),
+        lambda out, y: F.cross_entropy(out[0], y) + out[1].mean(),
+    ),
     "a sum beside a mean": (lambda net, h, s, v: (s, h.sum()), lambda out, y: F.cross_entropy(out[0], y) + 0.01 * out[1]),
     "what a loss divides by": (
         lambda net, h, s, v: (s, (h > 0).sum()),
@@ -213,10 +217,18 @@ def trained_own(model, folder, **options):
     return trained(model, "model", None, folder, epochs=1, x=X, **options)
 
 
-def test_a_loss_of_the_models_own_that_compares_rows_needs_whole_batches(tmp_path):
-    """As contrastive learning: the scores of all pairs."""
+COMPARES = {
+    "scores of all pairs": lambda found, x, h: F.cross_entropy(found @ x.T, torch.arange(len(x))),
+    "one number of them for each row": lambda found, x, h: ((found @ x.T).logsumexp(1) - (found * x).sum(1)).mean(),
+    "what differs from their mean": lambda found, x, h: F.mse_loss(found, x) + (h - h.mean(0)).abs().mean(),
+}
+
+
+@pytest.mark.parametrize("kind", COMPARES)
+def test_a_loss_of_the_models_own_that_compares_rows_needs_whole_batches(kind, tmp_path):
+    """As contrastive learning does."""
     torch.manual_seed(0)
-    model = Reconstructs(lambda found, x, h: F.cross_entropy(found @ x.T, torch.arange(len(x))))
+    model = Reconstructs(COMPARES[kind])
     with pytest.raises(OptionError, match=f"micro_batch_size={BATCH}"):
         trained_own(model, tmp_path)
     expected = plain_own(copy.deepcopy(model))
