@@ -162,8 +162,8 @@ class Cutter:
         return Segment(modules, tensors, steps[0], steps[1], described), taken
 
     def _called(self, path: str, ops: Sequence[Op]) -> nn.Module:
-        """Returns the module at `path`; a copy if another segment calls it too and it has only constants, as rotary embeddings
-        do. Other modules can share a home, or are refused."""
+        """Returns the module at `path`; a copy with the same parameters if another segment calls it too and its buffers are
+        constants, as positions and rotary embeddings are. Other modules can share a home, or are refused."""
         module: nn.Module = self._modules[path]
         again = path in self._calls
         self._calls.add(path)
@@ -171,9 +171,9 @@ class Cutter:
             isinstance(part, _BatchNorm) for part in module.modules()
         )
         kept = any(part._buffers.keys() - part._non_persistent_buffers_set for part in module.modules())
-        if not again or not constant or kept or any(True for _ in module.parameters()):
+        if not again or not constant or kept or not any(True for _ in module.buffers()):
             return module
-        return copy.deepcopy(module)
+        return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
     def _with_shared_buffers(self, program: Program) -> Program:
         """Returns the program with each buffer in one home: if several pieces use it, the first passes its value on."""

@@ -1,13 +1,11 @@
 """Trainers whose classes build on transformers' (TRL's SFTTrainer, sentence-transformers', your own), under a memory limit:
 `under_limit(SFTTrainer(...), mem_limit="8GB").train()`."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Unpack
 
 import transformers
-from torch import nn
 from torch.utils.data import DataLoader, Sampler, Subset
 from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
@@ -52,7 +50,7 @@ class _Adopted(Trainer):
         self._own: Callable[..., Any] | None = None if owner in (None, _SFT) else theirs.compute_loss
         if self._of_sentences:
             _refuse_of_sentences(theirs)
-        if owner == _SFT:
+        if _SFT in kinds:
             _refuse_of_sft(theirs)
         theirs.model.to("cpu")  # where its own class has put it on the device
         self._train_loader: Any = theirs.get_train_dataloader() if theirs.train_dataset is not None else None
@@ -77,11 +75,6 @@ class _Adopted(Trainer):
     @property
     def _overridden(self) -> bool:
         return self._own is not None
-
-    @contextmanager
-    def _own_loss(self) -> Iterator[None]:
-        with _constants_as_attributes(self.model.modules() if self._of_sentences else ()), super()._own_loss():
-            yield
 
     def _own_fields(self) -> set[str]:
         """Fields of its own class of arguments, which its own class honours."""
@@ -157,27 +150,6 @@ class _Batched(Sampler[int]):
                 f"train_dataset: expected batches of {self._size} rows up to the last, {self._rows} rows in all; found other "
                 "ones in the batch sampler. Give one that takes every row, in whole batches."
             )
-
-
-@contextmanager
-def _constants_as_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which buffers that no checkpoint has (positions) are plain attributes of `modules`: a buffer belongs to one
-    call of a module, and a model of sentences is called for each column."""
-    taken = [
-        (module, name, buffer)
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name in module._non_persistent_buffers_set
-    ]
-    for module, name, buffer in taken:
-        del module._buffers[name]
-        vars(module)[name] = buffer
-    try:
-        yield
-    finally:
-        for module, name, buffer in taken:
-            del vars(module)[name]
-            module._buffers[name] = buffer
 
 
 def _kinds(theirs: Any) -> list[type]:

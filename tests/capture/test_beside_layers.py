@@ -115,6 +115,25 @@ class Rotates(nn.Module):
         return self.last(h * self.angles(h))
 
 
+class Siamese(nn.Module):
+    """A layer with weights and constants is called twice: the constants were refused, since each has one home."""
+
+    class Layer(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 16)
+            self.register_buffer("places", torch.arange(16.0) / 16, persistent=False)
+
+        def forward(self, x):
+            return super().forward(x).relu() + self.places
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.inner, self.last = self.Layer(), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(self.inner(self.layer(x)) * self.inner(self.layer(x.flip(1))).tanh())
+
+
 class PassesADict(nn.Module):
     """Layers write into the dict that they get, as those of sentence-transformers: a new tensor was taken for an input."""
 
@@ -169,6 +188,7 @@ MODELS = {
     "attention by another kernel": Attends,
     "complex values from layer to layer": Fourier,
     "constants of a part that is called twice": Rotates,
+    "weights and constants of a layer that is called twice": Siamese,
     "a layer that writes into a dict": PassesADict,
 }
 
