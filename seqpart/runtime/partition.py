@@ -329,9 +329,8 @@ class Partition:
             bring_back(block.module, cost.layout.views(region))
         self.unsaved = self.unsaved or self.changed
         items = self._weights_home() if weights and self.unsaved else []
-        if self.changed and keep_state and self._to_update:
-            if self._adopted is not None:
-                self._adopted.write()
+        if self.changed and keep_state and self._adopted is not None:  # else nothing learns: the state's memory has any values
+            self._adopted.write()
             items += [
                 (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[2], strict=True) if s.specs
             ]

@@ -363,3 +363,31 @@ def test_on_a_gpu_too_coming_and_going_trains_as_staying_does(tmp_path, choice):
     train_visits(home, batches(6, "cuda"), visit=2)
     assert_same(home.tensors(), train_plain(plain, choice, batches(6, "cuda")))
     home.store.close()
+
+
+def test_a_partition_that_begins_to_learn_later_begins_without_a_state(tmp_path):
+    """Its BatchNorm's statistics changed while it was frozen, so it was saved, and with it what lay in the memory for its
+    optimizer state: moments to begin with were whatever had been there."""
+    plain, home = network(), Home(tmp_path, network())
+    plain.load_state_dict(home.tensors())
+    for frozen in (True, False):
+        for block, cost in zip(home.chain, home.costs, strict=True):
+            block.learns = dict.fromkeys(cost.trainable, not frozen)
+        for x, labels in batches(2):
+            home.load()
+            loss_of(home.forward(x, training=True, key=(0, 0, 0)), labels).backward() if not frozen else home.forward(
+                x, training=True, key=(0, 0, 0)
+            )
+            home.partition.update()
+            home.drop()
+        assert any(block.state_home in home.store for block in home.chain) is not frozen
+    step = torch.optim.Adam([p for p in plain.parameters() if p.requires_grad], lr=0.01, fused=True)
+    for x, _ in batches(2):
+        plain(x)
+    for x, labels in batches(2):
+        step.zero_grad()
+        loss_of(plain(x), labels).backward()
+        step.step()
+    expected = plain.state_dict()
+    assert [name for name, tensor in home.tensors().items() if not torch.equal(tensor, expected[name])] == []
+    home.store.close()
