@@ -379,11 +379,13 @@ class Trainer:
         Raises what `fit` raises; OptionError for settings that only `fit` uses.
         """
         with ExitStack() as stack:
-            beside = self.settings.output_dir.parent if self.settings.output_dir is not None else Path("runs")
-            folder = stack.enter_context(own_folder(self.settings.offload_dir or beside, "session-"))
-            settings, reporter = loop_settings(self.settings, folder), Reporter(quiet=self._quiet)
-            refuse_taken_places(self.settings.output_dir, resume, overwrite=settings.overwrite)
-            resumed = None if resume is None else resume_point_of(Path(resume).absolute(), settings, session=True)
+            asked, at = self.settings, None if resume is None else Path(resume).absolute()
+            asked = asked if at is None else replace(asked, output_dir=at if at.is_dir() else at.parent)
+            beside = asked.output_dir.parent if asked.output_dir is not None else Path("runs")
+            folder = stack.enter_context(own_folder(asked.offload_dir or beside, "session-"))
+            settings, reporter = loop_settings(asked, folder), Reporter(quiet=self._quiet)
+            refuse_taken_places(asked.output_dir, resume, overwrite=settings.overwrite)
+            resumed = None if at is None else resume_point_of(at, settings, session=True)
             kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
             padding = for_data(self._padding, (example,))
             rows = largest_batch(example, settings, padding, labelled=self._labelled)
@@ -404,7 +406,7 @@ class Trainer:
                 )
             reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (self.settings.max_steps or 1)))
             silent = stack.enter_context(closing(WarningsAlone()))
-            loop = TrainingSession(self.device, folder, rows, self.settings, Turns(self._steps, learns), padding)
+            loop = TrainingSession(self.device, folder, rows, asked, Turns(self._steps, learns), padding)
             run = Run(planner, prepared, silent, sampler, stack, observer=loop.observer, resumed=resumed)
             silent.close()  # a log of every step would grow without end
             with run.limited(rows=False), closing(loop):

@@ -40,9 +40,8 @@ from seqpart.settings import Settings
 
 _GOES_ON = "the step is done, and the session goes on: its export(FILE) and state_dict() give what was trained"
 _OF_FIT = (
-    "test_every", "eval_every", "early_stopping", "keep_best", "best_by", "shuffle", "ema", "trace",
-    "log", "cache", "workers", "mixup", "cutmix", "export_every",
-    "keep_exports",
+    "test_every", "eval_every", "early_stopping", "keep_best", "best_by", "shuffle", "ema", "trace", "log", "cache", "workers",
+    "mixup", "cutmix", "export_every", "keep_exports",
 )  # fmt: skip
 """Settings that only `fit` uses."""
 
@@ -299,7 +298,7 @@ class TrainingSession:
             self._bring_home()
             self._session.prepared = self._planned
             self._session.saving.save(Position(self.updates), Metrics())
-        return self._settings.output_dir
+        return self._session.places.directory.root
 
     def export(self, weights: str | Path) -> Path:
         """Writes the current model as a safetensors file with its own parameter names. Returns its path."""
@@ -328,6 +327,7 @@ class TrainingSession:
     def close(self) -> None:
         """Closes the session, however it ended."""
         self._ended = True
+        self._turns.take(None)
         with suppress(ModelError, OptionError):  # requires_grad no longer matters
             self._pause.close()
         if self._steps is not None:

@@ -61,8 +61,10 @@ def test_a_session_that_goes_on_from_its_checkpoint_has_the_bits_of_one_that_nev
         losses += [steps.step(batch) for batch in batches()[3:]]
         steps.save()
     assert losses == expected and same(found, whole)
-    with session(tmp_path, again := network(), tmp_path / "run" / "checkpoint.previous.json", **options) as steps:
+    previous = tmp_path / "run" / "checkpoint.previous.json"
+    with session(tmp_path, again := network(), previous, **{**options, "output_dir": None}) as steps:
         assert [steps.updates, *(steps.step(batch) for batch in batches()[3:])] == [3, *expected[3:]]
+        assert steps.save() == tmp_path / "run"
     assert same(again, whole)
 
 
@@ -110,10 +112,8 @@ def test_networks_that_take_turns_go_on_in_the_middle_of_a_round(tmp_path):
         steps.step("d", rounds[0])
         steps.save()
         raise Gone
-    both, trainer = turns.model(), {**options, "mem_limit": "2GB", "batch_size": 16, "micro_batch_size": 16, "quiet": True}
-    losses, learns = {"d": turns.d_loss, "g": turns.g_loss}, {"d": "d.*", "g": ["g.*"]}
-    trainer = Trainer(both, losses, turns.optimizers, offload_dir=tmp_path / "homes", **trainer)
-    with trainer.session(rounds[1], learns=learns, resume=tmp_path / "run") as steps:
+    both = turns.model()
+    with turns.trainer(tmp_path, both, **options).session(rounds[1], learns=turns.LEARNS, resume=tmp_path / "run") as steps:
         assert steps.updates == 2
         for step, batch in [("g", rounds[0]), ("d", rounds[1]), ("d", rounds[1]), ("g", rounds[1])]:
             steps.step(step, batch)

@@ -50,13 +50,18 @@ def model():
     return Both()
 
 
-def session(folder, both=None, losses=None, learns=None, **options):
+def trainer(folder, both=None, losses=None, **options):
     options = {"mem_limit": "2GB", "method": "full", "batch_size": 16, "micro_batch_size": 16, "quiet": True, **options}
     optimizer = options.pop("optimizer", optimizers)
-    trainer = Trainer(
-        both or model(), losses or {"d": d_loss, "g": g_loss}, optimizer, offload_dir=folder / "homes", **options
-    )  # fmt: skip
-    return trainer.session(batches(1)[0], learns={"d": "d.*", "g": ["g.*"]} if learns is None else learns)
+    losses = losses or {"d": d_loss, "g": g_loss}
+    return Trainer(both or model(), losses, optimizer, offload_dir=folder / "homes", **options)
+
+
+LEARNS = {"d": "d.*", "g": ["g.*"]}
+
+
+def session(folder, both=None, losses=None, learns=LEARNS, **options):
+    return trainer(folder, both, losses, **options).session(batches(1)[0], learns=learns)
 
 
 def plainly(rounds):
@@ -82,7 +87,8 @@ def plainly(rounds):
 @pytest.mark.few(2)
 def test_two_networks_that_take_turns_have_the_bits_of_a_plain_gan_loop(options, tmp_path):
     both, losses = model(), []
-    with session(tmp_path, both, **options) as steps:
+    asked = trainer(tmp_path, both, **options)
+    with asked.session(batches(1)[0], learns=LEARNS) as steps:
         for number, batch in enumerate(batches()):
             losses += [steps.step("d", batch), steps.step("d", batch), steps.step("g", batch)]
             if number == 1:
@@ -98,6 +104,7 @@ def test_two_networks_that_take_turns_have_the_bits_of_a_plain_gan_loop(options,
     by_name = {"loss/d/real", "loss/d/fake", "loss/g"}
     assert found.metrics.keys() == by_name and found.loss == pytest.approx(sum(found.metrics.values()))
     assert found.metrics["loss/g"] == pytest.approx(g_loss(output).item(), rel=1e-5)
+    assert asked.evaluate(batches()[1]).metrics.keys() == by_name
 
 
 def test_steps_without_learns_train_everything_by_their_own_losses(tmp_path):
