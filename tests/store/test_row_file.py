@@ -254,7 +254,7 @@ def test_rows_of_host_memory_that_find_the_disk_full_leave_no_file(tmp_path, mon
 
 def test_rows_that_are_not_finished_cannot_be_persisted(tmp_path):
     rows = Rows(LAYOUTS["bytes"], 3, tmp_path / "rows.safetensors", Device(), None)
-    with pytest.raises(AssertionError, match="not all in"):
+    with pytest.raises(AssertionError, match="not all written"):
         rows.persist()
     rows.discard()
 
