@@ -25,6 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,10 @@ OWN: dict[str, dict[str, Any]] = {
 """What a kind of configuration asks for beside its numbers' names."""
 
 
+Choice = tuple[Callable[[], nn.Module], Rows]
+"""A way to make a model, and rows that it may take."""
+
+
 def shrunk(kind: Any, **more: Any) -> Any:
     """A configuration of that class, small, without dropout or random masks."""
     changed: dict[str, Any] = {}
@@ -103,7 +108,7 @@ def shrunk(kind: Any, **more: Any) -> Any:
     return kind(**{**changed, "pad_token_id": 0, "num_labels": CLASSES, **more})
 
 
-def of_transformers(name: str) -> tuple[Callable[[], nn.Module], list[Rows], str]:
+def of_transformers(name: str) -> tuple[list[Choice], str]:
     import transformers
     from transformers.models.auto import modeling_auto as heads
 
@@ -127,10 +132,10 @@ def of_transformers(name: str) -> tuple[Callable[[], nn.Module], list[Rows], str
         rows = [torch.randn(ROWS, config.num_mel_bins, 2 * config.max_source_positions)]
     else:
         rows = [{"input_ids": words, "decoder_input_ids": words.flip(1)}, words] if config.is_encoder_decoder else [words]
-    return lambda: kind(copy.deepcopy(config)), rows, kind.__name__
+    return [(lambda: kind(copy.deepcopy(config)), x) for x in rows], kind.__name__
 
 
-def of_timm(name: str) -> tuple[Callable[[], nn.Module], list[Rows], str]:
+def of_timm(name: str) -> tuple[list[Choice], str]:
     import timm
 
     sizes = {}
@@ -139,17 +144,16 @@ def of_timm(name: str) -> tuple[Callable[[], nn.Module], list[Rows], str]:
             sizes[model] = sum(one.numel() for one in timm.create_model(model).parameters())
     smallest = min((one for one in sizes if not one.startswith("test_")), key=lambda one: sizes[one])
     channels, side, _ = timm.get_pretrained_cfg(smallest).input_size
+    ways: list[tuple[dict[str, int], int]] = [
+        ({"img_size": 64, "depth": 4}, 64), ({"img_size": 64}, 64), ({}, 64), ({}, 128), ({}, side),
+    ]  # fmt: skip
+    return [
+        (partial(timm.create_model, smallest, num_classes=CLASSES, **options), torch.randn(ROWS, channels, one, one))
+        for options, one in ways
+    ], smallest
 
-    def make() -> nn.Module:
-        for options in ({"img_size": 64, "depth": 4}, {"img_size": 64}):
-            with contextlib.suppress(Exception):
-                return timm.create_model(smallest, num_classes=CLASSES, **options)
-        return timm.create_model(smallest, num_classes=CLASSES)
 
-    return make, [torch.randn(ROWS, channels, one, one) for one in (64, 128, side)], smallest
-
-
-def of_torchvision(name: str) -> tuple[Callable[[], nn.Module], list[Rows], str]:
+def of_torchvision(name: str) -> tuple[list[Choice], str]:
     import torchvision.models as models
 
     rows: list[Rows] = [torch.randn(ROWS, 3, 64, 64), torch.randn(ROWS, 3, 224, 224)]
@@ -163,7 +167,7 @@ def of_torchvision(name: str) -> tuple[Callable[[], nn.Module], list[Rows], str]
     if name in ("googlenet", "inception_v3"):
         options |= {"aux_logits": False, "init_weights": True}
         rows = [torch.randn(ROWS, 3, 96, 96)]
-    return lambda: models.get_model(name, weights=None, **options), rows, name
+    return [(partial(models.get_model, name, weights=None, **options), x) for x in rows], name
 
 
 def names(library: str) -> list[str]:
@@ -184,11 +188,10 @@ def tried(library: str, name: str, stage: Callable[[str], None]) -> dict[str, An
     """What came of it. Of each stage the name is told as it begins."""
     stage("skipped")
     torch.manual_seed(0)
-    make, choices, named = {"timm": of_timm, "transformers": of_transformers, "torchvision": of_torchvision}[library](name)
-    model = made(Example(make))
-    if sum(one.numel() for one in model.parameters()) > LARGEST:
+    choices, named = {"timm": of_timm, "transformers": of_transformers, "torchvision": of_torchvision}[library](name)
+    make, x, output, size = _fitting(choices)
+    if size > LARGEST:
         return {"model": named, "outcome": "skipped", "why": "still large when made small by rule"}
-    x, output = _fitting(model, choices)
     example, y = _labelled(make, output)
     found: dict[str, Any] = {"model": named, "input": _shape(x), "output": list(output.shape)[1:]}
     stage("no plain")
@@ -217,14 +220,19 @@ def tried(library: str, name: str, stage: Callable[[str], None]) -> dict[str, An
         return found | {"outcome": "refused", "why": re.sub(r"/\S*/site-packages/", "", error.with_flags.splitlines()[0])}
 
 
-def _fitting(model: nn.Module, choices: list[Rows]) -> tuple[Rows, torch.Tensor]:
-    """The first of the inputs that it takes, and what comes out."""
-    for x in choices:
+def _fitting(choices: list[Choice]) -> tuple[Callable[[], nn.Module], Rows, torch.Tensor, int]:
+    """The first of the choices that can be made and run, what comes out, and how many parameters it has."""
+    for make, x in choices:
+        try:
+            with torch.device("meta"):
+                size = sum(one.numel() for one in make().parameters())
+        except Exception:
+            size = 0
         try:
             with torch.no_grad():
-                return x, output_of(model.eval(), x)
+                return make, x, output_of(made(Example(make)).eval(), x) if size <= LARGEST else torch.empty(0), size
         except Exception:
-            if x is choices[-1]:
+            if x is choices[-1][1]:
                 raise
     raise AssertionError
 
