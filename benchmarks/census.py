@@ -44,6 +44,8 @@ from seqpart.errors import SeqpartError
 BATCH, ROWS, SECONDS, MEMORY, LARGEST = 2, 4, 60, 8 << 30, 150_000_000
 KNOWN = FOLDER / "census-models.jsonl"
 LIBRARIES = ("timm", "transformers", "torchvision")
+IMPORTED = ("torch._dynamo", "torchao.optim", "torchvision.datasets", "transformers.modeling_utils", "scipy.optimize")
+"""What each process would import for itself, for seconds."""
 HEADS = (
     "CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "MASKED_LM", "TOKEN_CLASSIFICATION",
     "SEQ_TO_SEQ_CAUSAL_LM", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION", "SEMANTIC_SEGMENTATION",
@@ -303,7 +305,8 @@ def known() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def run(asked: argparse.Namespace) -> None:
-    importlib.import_module(asked.library)
+    for module in (asked.library, *IMPORTED):
+        importlib.import_module(module)
     number, of = map(int, asked.shard.split("/"))
     until = time.monotonic() + 60 * asked.minutes
     before = known()
