@@ -36,7 +36,7 @@ from torch import nn
 from benchmarks import children
 from benchmarks.models import Rows, made, output_of, plain, streamed
 from benchmarks.record import FOLDER
-from benchmarks.whole_models import CLASSES, LENGTH, WORDS, Example
+from benchmarks.whole_models import CLASSES, LENGTH, WORDS, Example, judged
 from seqpart.capture.capture import chain_of
 from seqpart.data.splits import as_split
 from seqpart.errors import SeqpartError
@@ -149,10 +149,15 @@ def of_timm(name: str) -> tuple[list[Choice], str]:
     ways: list[tuple[dict[str, int], int]] = [
         ({"img_size": 64, "depth": 4}, 64), ({"img_size": 64}, 64), ({}, 64), ({}, 128), ({}, side),
     ]  # fmt: skip
-    return [
-        (partial(timm.create_model, smallest, num_classes=CLASSES, **options), torch.randn(ROWS, channels, one, one))
-        for options, one in ways
-    ], smallest
+
+    def made_by(options: dict[str, int]) -> nn.Module:
+        model: nn.Module = timm.create_model(smallest, num_classes=CLASSES, **options)
+        for part in model.modules():
+            if isinstance(getattr(part, "drop_rate", None), float):
+                part.drop_rate = 0.0  # type: ignore[assignment]  # for nn.functional.dropout
+        return model
+
+    return [(partial(made_by, options), torch.randn(ROWS, channels, one, one)) for options, one in ways], smallest
 
 
 def of_torchvision(name: str) -> tuple[list[Choice], str]:
@@ -198,9 +203,13 @@ def tried(library: str, name: str, stage: Callable[[str], None]) -> dict[str, An
     found: dict[str, Any] = {"model": named, "input": _shape(x), "output": list(output.shape)[1:]}
     stage("no plain")
     before, drawn = plain(example, x, y, BATCH, 1), torch.get_rng_state()
-    made(example)
+    model = made(example)
     if not torch.equal(drawn, torch.get_rng_state()):
         return found | {"outcome": "skipped", "why": "it draws random numbers as it trains, dropout off"}
+    model.load_state_dict(before)
+    with torch.no_grad():
+        if not judged(example.labels)(output_of(model.eval(), x), y).isfinite():
+            return found | {"outcome": "no plain", "why": "its loss on the test rows is not finite after two updates"}
     stage("error")
     model = made(example)
     split = as_split((x, y), "training")
