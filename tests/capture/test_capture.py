@@ -71,7 +71,30 @@ class Modes(nn.Module):
         return self.two(x)
 
 
+class Lists(nn.Module):
+    """Layers that take a list and change it: one puts what it makes in the place of what it got, one takes out the last."""
+
+    class Widened(nn.Linear):
+        def forward(self, values):
+            values[-1] = super().forward(values[-1])
+            return values[-1]
+
+    class Last(nn.Linear):
+        def forward(self, values):
+            return super().forward(values.pop() * values[-1])
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(4, 4), Lists.Widened(4, 4), Lists.Last(4, 3)
+
+    def forward(self, x):
+        values = [x, self.one(x)]
+        values.append(self.two([values[0], values[1]]))
+        return self.last(values) + sum(value.sum(1, keepdim=True) for value in values)
+
+
 OURS = {
+    "lists that layers change": (Lists, quantities, 3, 3),
     "unet": (UNet, lambda: images(8, 1), 6, 3),
     "decoder": (Decoder, tokens, None, None),
     "dense": (Dense, quantities, 5, 6),
