@@ -15,6 +15,7 @@ import collections
 import contextlib
 import copy
 import importlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -34,8 +35,8 @@ import torch
 from torch import nn
 
 from benchmarks import children
-from benchmarks.models import Rows, made, output_of, plain, streamed
-from benchmarks.record import FOLDER
+from benchmarks.models import CENSUS, PAGE, Rows, made, output_of, plain, streamed
+from benchmarks.record import FOLDER, origin
 from benchmarks.whole_models import CLASSES, LENGTH, WORDS, Example, judged
 from seqpart.capture.capture import chain_of
 from seqpart.data.splits import as_split
@@ -84,6 +85,11 @@ OWN: dict[str, dict[str, Any]] = {
 """What a kind of configuration asks for beside its numbers' names."""
 
 
+ABOUT = """\
+Two updates of SGD in three partitions against a plain loop on another copy, dropout off, one thread: are all weights and
+buffers the same, bit for bit? Of timm the smallest model of each module, of transformers each kind of configuration with its
+first head, made small by a rule for the names of its numbers ({versions}). *refused*: seqpart says why, below. *no
+plain*: a plain loop does not train it either. *skipped*: the rule made no model of it that runs, or none that is small."""
 Choice = tuple[Callable[[], nn.Module], Rows]
 """A way to make a model, and rows that it may take."""
 
@@ -329,23 +335,74 @@ def run(asked: argparse.Namespace) -> None:
         print(found["outcome"], found.get("model", name), found.get("blocks", ""), found.get("why", ""), flush=True)
 
 
-def counts() -> None:
-    table = collections.Counter((one["library"], one["outcome"]) for one in known().values())
-    for (library, outcome), number in sorted(table.items()):
-        print(f"{library:14}{outcome:12}{number:5}")
+COLUMNS = ("equal", "differs", "refused", "error", "no plain", "skipped")
+
+
+def section() -> str:
+    """The part of docs/models.md behind the table of benchmarks.models."""
+    found = [one for _, one in sorted(known().items())]
+    table = collections.Counter((one["library"], one["outcome"]) for one in found)
+    return "\n".join(
+        [
+            CENSUS,
+            "",
+            f"Written by `python -m benchmarks.census page`. {origin()}",
+            "",
+            ABOUT.format(versions=", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)),
+            "",
+            f"| library | tried | {' | '.join(COLUMNS)} |",
+            "|---|---|" + "---|" * len(COLUMNS),
+            *(
+                f"| {library} | {sum(table[library, one] for one in COLUMNS)} | "
+                + " | ".join(str(table[library, one]) for one in COLUMNS)
+                + " |"
+                for library in LIBRARIES
+            ),
+            "",
+            "| not equal | outcome | why |",
+            "|---|---|---|",
+            *(
+                f"| {one['library']} {one.get('model', one['name'])} | {one['outcome']} | {_told(one['why'])} |"
+                for one in found
+                if one["outcome"] not in ("equal", "skipped")
+            ),
+            "",
+            "| skipped | models |",
+            "|---|---|",
+            *(f"| {why} | {len(names)}: {', '.join(names)} |" for why, names in _skipped(found).items()),
+            "",
+        ]
+    )
+
+
+def _skipped(found: list[dict[str, Any]]) -> dict[str, list[str]]:
+    reasons: dict[str, list[str]] = {}
+    for one in found:
+        if one["outcome"] == "skipped":
+            why = (
+                one["why"]
+                if "model" in one or one["why"].startswith(("longer", "still"))
+                else "the rule made no model that runs"
+            )
+            reasons.setdefault(_told(why), []).append(one["name"])
+    return reasons
+
+
+def _told(why: str) -> str:
+    return why.splitlines()[-1].strip().replace("|", "/")[:300]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["models", "counts"])
+    parser.add_argument("what", choices=["models", "page"])
     parser.add_argument("--library", choices=LIBRARIES, default="timm")
     parser.add_argument("--shard", default="0/1", metavar="I/N")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each model")
     parser.add_argument("--only", nargs="*", metavar="NAME")
     asked = parser.parse_args(argv)
-    if asked.what == "counts":
-        counts()
+    if asked.what == "page":
+        PAGE.write_text(PAGE.read_text().partition(f"\n{CENSUS}\n")[0] + "\n" + section())
         return 0
     if os.environ.get("OMP_NUM_THREADS") != "1":  # read as torch is imported
         os.execve(sys.executable, children.command("benchmarks.census", *(argv or sys.argv[1:])), children.one_thread())
