@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks import children
 from benchmarks.record import load, origin, save
-from benchmarks.whole_models import EXAMPLES, ROWS, Example, judged
+from benchmarks.whole_models import EXAMPLES, Example, judged
 from seqpart import Trainer
 from seqpart.capture.capture import chain_of
 from seqpart.data.splits import as_split
@@ -32,6 +32,8 @@ from seqpart.profile.partition import passing
 
 BATCH, RATE, EPOCHS, PARTITIONS = 8, 1e-2, 2, (3, 2)
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+CENSUS = "## One model of each kind"
+"""Heads the part of the page that benchmarks.census writes, which stays."""
 
 SUMMARY = """\
 {yes} of {all} models are cut and trained unchanged, with one line of the user's code. After {epochs} epochs of SGD in
@@ -66,19 +68,19 @@ def some(x: Rows, rows: slice) -> Rows:
     return {name: part[rows] for name, part in x.items()} if isinstance(x, dict) else x[rows]
 
 
-def plain(example: Example, x: Rows, y: torch.Tensor) -> dict[str, torch.Tensor]:
+def plain(example: Example, x: Rows, y: torch.Tensor, batch: int = BATCH, epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
     """What anyone would write."""
     model = made(example).train()
     loss, optimizer = judged(example.labels), torch.optim.SGD(model.parameters(), lr=RATE, fused=True)
-    for _ in range(EPOCHS):
-        for start in range(0, ROWS, BATCH):
-            loss(_output(model, some(x, slice(start, start + BATCH))), y[start : start + BATCH]).backward()
+    for _ in range(epochs):
+        for start in range(0, len(y), batch):
+            loss(output_of(model, some(x, slice(start, start + batch))), y[start : start + batch]).backward()
             optimizer.step()
             optimizer.zero_grad()
     return model.state_dict()
 
 
-def _output(model: nn.Module, rows: Rows) -> torch.Tensor:
+def output_of(model: nn.Module, rows: Rows) -> torch.Tensor:
     name = getattr(model, "main_input_name", None)
     options = {"use_cache": False} if _caches(model) and (name == "input_ids" or isinstance(rows, dict)) else {}
     if isinstance(rows, dict):
@@ -112,12 +114,12 @@ def one(name: str) -> dict[str, Any]:
             "widest": max(len(passing(costs, n)) for n in range(len(chain))),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
-        found |= _streamed(example, model, x, y)
+        found |= streamed(example, model, x, y)
         found["off"] = _off(model.state_dict(), plain(example, x, y))
         if found["off"]:  # kernels add up in another order each time, where torch is not asked for one
             torch.use_deterministic_algorithms(True)
             again = made(example)
-            _streamed(example, again, x, y)
+            streamed(example, again, x, y)
             found["off"], found["asked"] = _off(again.state_dict(), plain(example, x, y)), found["off"]
             torch.use_deterministic_algorithms(False)
     except SeqpartError as error:
@@ -138,7 +140,7 @@ def _sil(example: Example, x: Rows, y: torch.Tensor) -> dict[str, Any]:
             micro_batch_size=BATCH, epochs=1, lr=RATE, quiet=True, output_dir=Path(folder) / "run", save_every="never",
         ).fit((x, y), test)  # fmt: skip
     with torch.no_grad():
-        whole = float(judged(example.labels)(_output(model.eval(), test[0]), test[1]))
+        whole = float(judged(example.labels)(output_of(model.eval(), test[0]), test[1]))
     proof = result.proof
     return {
         "loss": result.test_loss, "whole": whole, "row": result.plan.partitions[0].boundary_row, "peak": proof.peak,
@@ -146,14 +148,16 @@ def _sil(example: Example, x: Rows, y: torch.Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _streamed(example: Example, model: nn.Module, x: Rows, y: torch.Tensor) -> dict[str, Any]:
+def streamed(
+    example: Example, model: nn.Module, x: Rows, y: torch.Tensor, batch: int = BATCH, epochs: int = EPOCHS
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         refusal: SeqpartError | None = None
         for partitions in PARTITIONS:
             try:
                 trainer = Trainer(
                     model, judged(example.labels), "sgd", mem_limit="3GB", method="streamed", partitions=partitions,
-                    batch_size=BATCH, micro_batch_size=BATCH, epochs=EPOCHS, lr=RATE, shuffle=False, quiet=True,
+                    batch_size=batch, micro_batch_size=batch, epochs=epochs, lr=RATE, shuffle=False, quiet=True,
                     output_dir=Path(folder) / f"run-{partitions}", save_every="never",
                 )  # fmt: skip
                 result = trainer.fit((x, y), (some(x, slice(4)), y[:4]))
@@ -243,7 +247,8 @@ def main(argv: list[str] | None = None) -> int:
         except RuntimeError as error:
             found[name] = {"reason": f"it failed: {str(error).splitlines()[-1]}"}
         print(line(name, found[name]), flush=True)
-    PAGE.write_text(page(found))
+    _, *census = PAGE.read_text().partition(f"\n{CENSUS}\n")
+    PAGE.write_text(page(found) + "".join(census))
     print(save("models", found))
     return 0
 

@@ -53,6 +53,8 @@ class Op:
     """(new number, old number) of tensors that the call changed in place: later calls see the change."""
     changed: tuple[int, ...] = ()
     """Numbers of inputs that it changed in place."""
+    puts: int = 0
+    """How many tensors it put into lists and dicts among its arguments; they are the last ones of the result."""
     grad: bool = True
     """True if it ran with gradients enabled."""
     autocast: torch.dtype | None = None
@@ -160,6 +162,13 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield from leaves(fields_of(tree))
     else:
         yield tree
+
+
+def put_into(tree: Any, known: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the tensors in `tree` that are none of `known`, each once."""
+    seen = set(map(id, known))
+    found = {id(leaf): leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and id(leaf) not in seen}
+    return list(found.values())
 
 
 def opened(tree: Any) -> Any:

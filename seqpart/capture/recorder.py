@@ -26,6 +26,7 @@ from seqpart.capture.program import (
     mapped,
     needed_for,
     opened,
+    put_into,
 )
 from seqpart.capture.unrecorded import LARGEST, Layers, ReadNumbers, why_not
 from seqpart.errors import ModelError
@@ -180,7 +181,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Runs a call and records it. buffers: those of a block, which it may change, at least in training."""
         places = sys._getframe(2)
-        args, kwargs = opened((args, kwargs))  # copies: a call may write into a dict that it gets
+        theirs, (args, kwargs) = (args, kwargs), opened((args, kwargs))  # copies: a call may write into a dict that it gets
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         given += buffers
         versions = [tensor._version for tensor in given]
@@ -189,10 +190,12 @@ class Recorder(TorchFunctionMode):
             found = run()
             changed = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
             made = [leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)]
+            put = put_into(opened(theirs), [*given, *made]) if isinstance(function, str) else []
+            made += put
             if why := self._numbers_read.why_not(function, given, changed, made):
                 raise RuntimeError(why)
             if made or changed or buffers:
-                self._note(function, args, kwargs, found, changed, self._line(places), keeps=bool(buffers))
+                self._note(function, args, kwargs, found, changed, self._line(places), put, keeps=bool(buffers))
         except Inside:
             raise
         except Exception as error:
@@ -205,12 +208,14 @@ class Recorder(TorchFunctionMode):
         return found
 
     def _note(
-        self, function: Any, args: Any, kwargs: Any, found: Any, changed: Sequence[torch.Tensor], where: str, *, keeps: bool
-    ) -> None:
+        self, function: Any, args: Any, kwargs: Any, found: Any, changed: Sequence[torch.Tensor], where: str,
+        put: Sequence[torch.Tensor], *, keeps: bool,
+    ) -> None:  # fmt: skip
         taken, named = mapped(args, self._encoded), mapped(kwargs, self._encoded)
         rebound = {id(t): t for one in changed for t in self._storages.get(one.untyped_storage()._cdata, [])}
         before = {key: self._numbers[key] for key in rebound}
         numbers = tuple(self._numbers[id(tensor)] for tensor in changed if id(tensor) in self._numbers)
+        found = [found, *put] if put else found
         result = mapped(opened(found), lambda leaf: Ref(self.number(leaf)) if isinstance(leaf, torch.Tensor) else None)
         returned = {id(leaf) for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)}
         rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
@@ -221,7 +226,7 @@ class Recorder(TorchFunctionMode):
         self.ops.append(
             Op(
                 function=function, args=taken, kwargs=named, result=result, rebinds=rebinds, changed=numbers,
-                grad=torch.is_grad_enabled(),
+                puts=len(put), grad=torch.is_grad_enabled(),
                 autocast=own_autocast, attention=attention, effect=keeps or changes_own, changes_own=changes_own, where=where,
             )
         )  # fmt: skip

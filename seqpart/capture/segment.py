@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from seqpart.capture.program import OfDevice, OfRows, Op, Own, Ref, fields_of, holds_fields, leaves, mapped
+from seqpart.capture.program import OfDevice, OfRows, Op, Own, Ref, fields_of, holds_fields, leaves, mapped, put_into
 from seqpart.errors import ModelError
 
 
@@ -151,10 +151,13 @@ class Segment(nn.Module):
             return device if isinstance(leaf, OfDevice) else leaf
 
         args, kwargs = mapped(op.args, resolved), mapped(op.kwargs, resolved)
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)] if op.puts else []
         function = getattr(self, self._paths[op.function]) if isinstance(op.function, str) else op.function
         with torch.set_grad_enabled(torch.is_grad_enabled() and op.grad), _autocast(op, device), _attention(op):
             found = function(*args, **kwargs)
         made = [leaf for leaf in leaves(_plain(found)) if isinstance(leaf, torch.Tensor)]
+        if op.puts:
+            made += put_into(_plain((args, kwargs)), [*given, *made])
         numbers = [leaf.number for leaf in leaves(op.result) if isinstance(leaf, Ref)]
         if len(made) != len(numbers):
             raise ModelError(
@@ -183,7 +186,7 @@ def _is_one_call(steps: Steps) -> bool:
         return False
     (op,), (taken,), (given,) = steps.ops, steps.takes, steps.gives
     tensors = [leaf for leaf in leaves((op.args, op.kwargs)) if isinstance(leaf, Ref | Own | torch.Tensor)]
-    own = op.autocast is not None or op.attention is not None
+    own = op.puts or op.autocast is not None or op.attention is not None
     return op.is_module and op.grad and not own and tensors == [Ref(taken)] and op.makes == {given}
 
 

@@ -71,7 +71,55 @@ class Modes(nn.Module):
         return self.two(x)
 
 
+class Lists(nn.Module):
+    """Layers that take a list and change it: one puts what it makes in the place of what it got, one takes out the last."""
+
+    class Widened(nn.Linear):
+        def forward(self, values):
+            values[-1] = super().forward(values[-1])
+            return values[-1]
+
+    class Last(nn.Linear):
+        def forward(self, values):
+            return super().forward(values.pop() * values[-1])
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(4, 4), Lists.Widened(4, 4), Lists.Last(4, 3)
+
+    def forward(self, x):
+        values = [x, self.one(x)]
+        values.append(self.two([values[0], values[1]]))
+        return self.last(values) + sum(value.sum(1, keepdim=True) for value in values)
+
+
+class Shared(nn.Module):
+    """Layers that leave values for later ones in a dict that all get (Gemma's shared keys), and for the model behind them."""
+
+    class Leaves(nn.Linear):
+        def forward(self, x, shared):
+            shared["scale"] = [self.weight.sum() * x.mean(), x.tanh()]
+            return super().forward(x).relu()
+
+    class Takes(nn.Linear):
+        def forward(self, x, shared):
+            scale, shift = shared["scale"]
+            shared["left"] = scale * x
+            return super().forward(x) * scale + shift
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three, self.last = Shared.Leaves(4, 4), nn.Linear(4, 4), Shared.Takes(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        shared = {}
+        x = self.three(self.two(self.one(x, shared)), shared=shared)
+        return self.last(x + shared["left"])
+
+
 OURS = {
+    "a dict that layers share": (Shared, quantities, 4, 3),
+    "lists that layers change": (Lists, quantities, 3, 3),
     "unet": (UNet, lambda: images(8, 1), 6, 3),
     "decoder": (Decoder, tokens, None, None),
     "dense": (Dense, quantities, 5, 6),
