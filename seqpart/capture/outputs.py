@@ -171,7 +171,7 @@ class Outputs:
             raise
         except Exception as error:
             if training:
-                self.why_not = f"{type(error).__name__}: {error}."
+                self.why_not = f"{type(error).__name__}: {error} (tried on {rows} rows)."
                 return None
             raise ModelError(
                 f"loss {name_of(self._given)}: it takes what the model returns in training, and fails on what it returns in "
