@@ -116,13 +116,14 @@ def _traced(
     refuse_without_values({type(model).__name__: model})
     refuse_misfit(model, form, labels.name if labels is not None else "")
     whole: set[nn.Module] = {module for module in model.modules() if isinstance(module, Score)}  # each is a partition
+    reasons: list[str] = []
     while True:
         try:
             blocks = blocks_of(model, whole)
             programs = [
                 _in_mode(model, blocks, shape, dtype, training, form, labels, autocast, outputs) for training in (True, False)
             ]
-            return Cutter(model).chain(*programs), programs[0]
+            return Cutter(model).chain(programs[0], programs[1], tuple(reasons)), programs[0]
         except OtherRows:
             continue
         except Inside as error:
@@ -135,6 +136,7 @@ def _traced(
                 cure = cure or "Move that into a module of its own, or give the model as a list of blocks."
                 raise ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}. {cure}") from error
             whole.add(error.module)
+            reasons.append(f"{error.why}, in {error.where}")
 
 
 def _in_mode(
