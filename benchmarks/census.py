@@ -96,24 +96,27 @@ Choice = tuple[Callable[[], nn.Module], Rows]
 
 def shrunk(kind: Any, **more: Any) -> Any:
     """A configuration of that class, small, without dropout or random masks."""
+    return kind(**{**_smaller(kind().to_dict()), "pad_token_id": 0, "num_labels": CLASSES, **more})
+
+
+def _smaller(values: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a configuration that change, and those of its parts."""
     changed: dict[str, Any] = {}
-    values = kind().to_dict()
     for key, value in values.items():
         if value is None and key in SET:
             value = 0
-        if isinstance(value, bool) or not isinstance(value, (int, float, list)):
-            continue
-        if isinstance(value, float):
-            if "drop" in key or key.startswith("mask_"):
-                changed[key] = 0.0
-            continue
-        for pattern, small in SMALL:
-            if re.fullmatch(pattern, key) and isinstance(value, list) <= ("depth" in key or "token" in key):
-                changed[key] = small(value) if callable(small) else small
-                break
-    if values.get("num_key_value_heads") == values.get("num_attention_heads"):
+        if isinstance(value, dict) and "model_type" in value:
+            changed[key] = {"model_type": value["model_type"], **_smaller(value)}
+        elif isinstance(value, float) and ("drop" in key or key.startswith("mask_")):
+            changed[key] = 0.0
+        elif isinstance(value, int | list) and not isinstance(value, bool):
+            for pattern, small in SMALL:
+                if re.fullmatch(pattern, key) and isinstance(value, list) <= ("depth" in key or "token" in key):
+                    changed[key] = small(value) if callable(small) else small
+                    break
+    if "num_key_value_heads" in values and values["num_key_value_heads"] == values.get("num_attention_heads"):
         changed["num_key_value_heads"] = changed.get("num_attention_heads", 4)
-    return kind(**{**changed, "pad_token_id": 0, "num_labels": CLASSES, **more})
+    return changed
 
 
 def of_transformers(name: str) -> tuple[list[Choice], str]:
