@@ -110,6 +110,8 @@ def _smaller(values: dict[str, Any]) -> dict[str, Any]:
             changed[key] = {"model_type": value["model_type"], **_smaller(value)}
         elif isinstance(value, float) and ("drop" in key or key.startswith("mask_")):
             changed[key] = 0.0
+        elif isinstance(value, list) and "drop" in key:
+            changed[key] = [0.0] * len(value)
         elif isinstance(value, int | list) and not isinstance(value, bool):
             for pattern, small in SMALL:
                 if re.fullmatch(pattern, key) and isinstance(value, list) <= ("depth" in key or "token" in key):
