@@ -97,8 +97,13 @@ class Shared(nn.Module):
     """Layers that leave values for later ones in a dict that all get (Gemma's shared keys), and for the model behind them."""
 
     class Leaves(nn.Linear):
-        def forward(self, x, shared):
-            shared["scale"] = [self.weight.sum() * x.mean(), x.tanh()]
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("table", torch.arange(4.0))
+
+        def forward(self, x, shared, seen):
+            seen.append(self.table)
+            shared |= {"scale": [self.weight.sum() * x.mean(), x.tanh()], "own": self.weight}
             return super().forward(x).relu()
 
     class Takes(nn.Linear):
@@ -109,12 +114,12 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.one, self.two, self.three, self.last = Shared.Leaves(4, 4), nn.Linear(4, 4), Shared.Takes(4, 4), nn.Linear(4, 3)
+        self.one, self.two, self.three, self.last = Shared.Leaves(), nn.Linear(4, 4), Shared.Takes(4, 4), nn.Linear(4, 3)
 
     def forward(self, x):
         shared = {}
-        x = self.three(self.two(self.one(x, shared)), shared=shared)
-        return self.last(x + shared["left"])
+        x = self.three(self.two(self.one(x, shared, [])), shared=shared)
+        return self.last((x + shared["left"]) @ shared["own"])
 
 
 OURS = {
