@@ -267,17 +267,18 @@ def judged_output(model: nn.Module, found: Any, why_not: str = "") -> torch.Tens
 
 @contextmanager
 def _left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Restores modes and attributes of modules afterwards, and keeps a language model from filling its key cache."""
-    config: Any = getattr(model, "config", None)
-    cache = getattr(config, "use_cache", None)
-    if cache:
+    """Restores modes and attributes of modules afterwards, and keeps language models, also one that is a part of `model`, from
+    filling their key caches."""
+    configs: list[Any] = [getattr(part, "config", None) for part in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
+    for config in caching:
         config.use_cache = False
     try:
         with left_as_they_are(model.modules()):
             yield
     finally:
-        if cache:
-            config.use_cache = cache
+        for config in caching:
+            config.use_cache = True
 
 
 def _faked(tensor: torch.Tensor, mode: FakeMode) -> torch.Tensor:
