@@ -6,8 +6,8 @@
 
 Every outcome is a line of benchmarks/results/census-models.jsonl; the last of a name counts. Each model has a process of its
 own with a limit of time and memory: two updates of SGD in a loop that anyone would write, then the same in three partitions.
-Of timm it is the smallest model of each module, of transformers each kind of configuration with its first head, made small by
-rule. Dropout is off. benchmarks.models tries fewer models, and more of each.
+Of timm and torchvision it is the smallest model of each module, of transformers each kind of configuration with its first
+head, made small by rule. Dropout is off. benchmarks.models tries fewer models, and more of each.
 """
 
 import argparse
@@ -87,33 +87,39 @@ OWN: dict[str, dict[str, Any]] = {
 
 ABOUT = """\
 Two updates of SGD in three partitions against a plain loop on another copy, dropout off, one thread: are all weights and
-buffers the same, bit for bit? Of timm the smallest model of each module, of transformers each kind of configuration with its
-first head, made small by a rule for the names of its numbers ({versions}). *refused*: seqpart says why, below. *no
-plain*: a plain loop does not train it either. *skipped*: the rule made no model of it that runs, or none that is small."""
+buffers the same, bit for bit? Of timm and torchvision the smallest model of each module, of transformers each kind
+of configuration with its first head, made small by a rule for the names of its numbers ({versions}).
+*refused*: seqpart says why, below. *no plain*: a plain loop does not train it either. *skipped*: the rule made no model of
+it that runs, or none that is small."""
 Choice = tuple[Callable[[], nn.Module], Rows]
 """A way to make a model, and rows that it may take."""
 
 
 def shrunk(kind: Any, **more: Any) -> Any:
     """A configuration of that class, small, without dropout or random masks."""
+    return kind(**{**_smaller(kind().to_dict()), "pad_token_id": 0, "num_labels": CLASSES, **more})
+
+
+def _smaller(values: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a configuration that change, and those of its parts."""
     changed: dict[str, Any] = {}
-    values = kind().to_dict()
     for key, value in values.items():
         if value is None and key in SET:
             value = 0
-        if isinstance(value, bool) or not isinstance(value, (int, float, list)):
-            continue
-        if isinstance(value, float):
-            if "drop" in key or key.startswith("mask_"):
-                changed[key] = 0.0
-            continue
-        for pattern, small in SMALL:
-            if re.fullmatch(pattern, key) and isinstance(value, list) <= ("depth" in key or "token" in key):
-                changed[key] = small(value) if callable(small) else small
-                break
-    if values.get("num_key_value_heads") == values.get("num_attention_heads"):
+        if isinstance(value, dict) and "model_type" in value:
+            changed[key] = {"model_type": value["model_type"], **_smaller(value)}
+        elif isinstance(value, float) and ("drop" in key or key.startswith("mask_")):
+            changed[key] = 0.0
+        elif isinstance(value, list) and "drop" in key:
+            changed[key] = [0.0] * len(value)
+        elif isinstance(value, int | list) and not isinstance(value, bool):
+            for pattern, small in SMALL:
+                if re.fullmatch(pattern, key) and isinstance(value, list) <= ("depth" in key or "token" in key):
+                    changed[key] = small(value) if callable(small) else small
+                    break
+    if "num_key_value_heads" in values and values["num_key_value_heads"] == values.get("num_attention_heads"):
         changed["num_key_value_heads"] = changed.get("num_attention_heads", 4)
-    return kind(**{**changed, "pad_token_id": 0, "num_labels": CLASSES, **more})
+    return changed
 
 
 def of_transformers(name: str) -> tuple[list[Choice], str]:
@@ -188,13 +194,12 @@ def names(library: str) -> list[str]:
         return list(importlib.import_module("timm").list_modules())
     if library == "torchvision":
         models = importlib.import_module("torchvision.models")
-        return [name for name in models.list_models() if "rcnn" not in name and "quantized" not in name and not _detects(name)]
+        smallest: dict[str, str] = {}
+        for name in sorted(models.list_models(), key=lambda name: models.get_model_weights(name).DEFAULT.meta["num_params"]):
+            smallest.setdefault(models.get_model_builder(name).__module__, name)
+        return [name for module, name in smallest.items() if "detection" not in module and "quantization" not in module]
     heads = importlib.import_module("transformers.models.auto.modeling_auto")
     return list(dict.fromkeys(name for head in HEADS for name in getattr(heads, f"MODEL_FOR_{head}_MAPPING_NAMES")))
-
-
-def _detects(name: str) -> bool:
-    return name.startswith(("fcos", "retinanet", "ssd"))
 
 
 def tried(library: str, name: str, stage: Callable[[str], None]) -> dict[str, Any]:

@@ -116,13 +116,14 @@ def _traced(
     refuse_without_values({type(model).__name__: model})
     refuse_misfit(model, form, labels.name if labels is not None else "")
     whole: set[nn.Module] = {module for module in model.modules() if isinstance(module, Score)}  # each is a partition
+    reasons: list[str] = []
     while True:
         try:
             blocks = blocks_of(model, whole)
             programs = [
                 _in_mode(model, blocks, shape, dtype, training, form, labels, autocast, outputs) for training in (True, False)
             ]
-            return Cutter(model).chain(*programs), programs[0]
+            return Cutter(model).chain(programs[0], programs[1], tuple(reasons)), programs[0]
         except OtherRows:
             continue
         except Inside as error:
@@ -135,6 +136,7 @@ def _traced(
                 cure = cure or "Move that into a module of its own, or give the model as a list of blocks."
                 raise ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}. {cure}") from error
             whole.add(error.module)
+            reasons.append(f"{error.why}, in {error.where}")
 
 
 def _in_mode(
@@ -265,17 +267,18 @@ def judged_output(model: nn.Module, found: Any, why_not: str = "") -> torch.Tens
 
 @contextmanager
 def _left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Restores modes and attributes of modules afterwards, and keeps a language model from filling its key cache."""
-    config: Any = getattr(model, "config", None)
-    cache = getattr(config, "use_cache", None)
-    if cache:
+    """Restores modes and attributes of modules afterwards, and keeps language models, also one that is a part of `model`, from
+    filling their key caches."""
+    configs: list[Any] = [getattr(part, "config", None) for part in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
+    for config in caching:
         config.use_cache = False
     try:
         with left_as_they_are(model.modules()):
             yield
     finally:
-        if cache:
-            config.use_cache = cache
+        for config in caching:
+            config.use_cache = True
 
 
 def _faked(tensor: torch.Tensor, mode: FakeMode) -> torch.Tensor:

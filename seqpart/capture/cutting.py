@@ -106,8 +106,11 @@ class Cutter:
         }
         """Names of the tensors in each module."""
 
-    def chain(self, training: Program, evaluating: Program) -> Chain:
-        """Returns the chain of both programs. Raises ModelError if they do not pass on the same values."""
+    def chain(self, training: Program, evaluating: Program, whole_parts: tuple[str, ...] = ()) -> Chain:
+        """Returns the chain of both programs. Raises ModelError if they do not pass on the same values.
+
+        whole_parts: why modules with layers of their own stay one block each.
+        """
         programs = [self._with_shared_buffers(program) for program in (training, evaluating)]
         calls = [[op.function for op in program.ops if op.is_module] for program in programs]
         only_training = _left_out(*calls)
@@ -139,7 +142,7 @@ class Cutter:
             blocks[-1].places = {own: places[id(p)] for own, p in segment.named_parameters() if id(p) in places}
         differentiable = frozenset(numbers[n] for n in training.learns if n in numbers)
         wholes, tile = whole_names(self._model), tile_of(self._model)
-        return checked(Chain(blocks, differentiable, self._aliases(blocks), wholes, tile))
+        return checked(Chain(blocks, differentiable, self._aliases(blocks), wholes, tile, whole_parts=whole_parts))
 
     def _segment(
         self, train: _Cut, evaluate: _Cut, place: int, theirs: Mapping[int, int], spare: set[str]

@@ -164,10 +164,9 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def put_into(tree: Any, known: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors in `tree` that are none of `known`, each once."""
-    seen = set(map(id, known))
-    found = {id(leaf): leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and id(leaf) not in seen}
+def put_into(tree: Any, known: Set[int]) -> list[torch.Tensor]:
+    """Returns the tensors in `tree` that are none of `known`, by their ids, each once."""
+    found = {id(leaf): leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and id(leaf) not in known}
     return list(found.values())
 
 

@@ -190,7 +190,7 @@ class Recorder(TorchFunctionMode):
             found = run()
             changed = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
             made = [leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)]
-            put = put_into(opened(theirs), [*given, *made]) if isinstance(function, str) else []
+            put = put_into(opened(theirs), {*self._names, *map(id, [*given, *made])}) if isinstance(function, str) else []
             made += put
             if why := self._numbers_read.why_not(function, given, changed, made):
                 raise RuntimeError(why)

@@ -1,6 +1,7 @@
 """A block of a traced model: one of its modules, and the torch functions around it."""
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -152,12 +153,13 @@ class Segment(nn.Module):
 
         args, kwargs = mapped(op.args, resolved), mapped(op.kwargs, resolved)
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)] if op.puts else []
-        function = getattr(self, self._paths[op.function]) if isinstance(op.function, str) else op.function
+        function: Any = getattr(self, self._paths[op.function]) if isinstance(op.function, str) else op.function
         with torch.set_grad_enabled(torch.is_grad_enabled() and op.grad), _autocast(op, device), _attention(op):
             found = function(*args, **kwargs)
         made = [leaf for leaf in leaves(_plain(found)) if isinstance(leaf, torch.Tensor)]
         if op.puts:
-            made += put_into(_plain((args, kwargs)), [*given, *made])
+            own = itertools.chain(function.parameters(), function.buffers())
+            made += put_into(_plain((args, kwargs)), set(map(id, itertools.chain(given, made, own))))
         numbers = [leaf.number for leaf in leaves(op.result) if isinstance(leaf, Ref)]
         if len(made) != len(numbers):
             raise ModelError(

@@ -185,13 +185,16 @@ class Chain(Sequence[Block]):
     differentiable: values that gradients pass through; None: all floating-point ones. aliases: {name in the model's
     state_dict: the name by which a block has the same tensor}. wholes: {name of a tile: the name in the model of the tensor
     whose rows it has}, tiles of one tensor in the order of the chain. tile: most bytes of a tile; 0: there are none. begins:
-    blocks that take the model's input; each after the first begins the chain of a part of the network.
+    blocks that take the model's input; each after the first begins the chain of a part of the network. whole_parts: why modules
+    with layers of their own stay one block each.
     """
 
     def __init__(
         self, blocks: Iterable[Block], differentiable: frozenset[int] | None = None, aliases: Mapping[str, str] | None = None,
         wholes: Mapping[str, str] | None = None, tile: int = 0, begins: tuple[int, ...] = (0,),
+        whole_parts: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
+        self.whole_parts = whole_parts
         self._blocks, self.differentiable, self.aliases = tuple(blocks), differentiable, aliases or {}
         self.wholes, self.tile, self.begins = wholes or {}, tile, begins
         self.ends = (*begins[1:], len(self._blocks))

@@ -281,7 +281,8 @@ def buffers_of(
 
 def too_many(problem: Problem, count: int) -> OptionError:
     found = f"the model has {len(starts_of(problem))} blocks at which a partition can begin"
-    return OptionError(f"--partitions {count}: {found}; it cannot be cut into {count}.")
+    whole = "".join(f"\n  One block stays whole: {why}." for why in problem.chain.whole_parts)
+    return OptionError(f"--partitions {count}: {found}; it cannot be cut into {count}.{whole}")
 
 
 def refuse_given(problem: Problem, peak: int) -> None:

@@ -277,6 +277,24 @@ def test_a_hook_on_a_tensor_between_layers_is_refused(tmp_path):
         ours(Halved(), tmp_path / "run")
 
 
+class Skipping(nn.Module):
+    """A stack of layers that is left out where the values are small: it cannot be cut inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) if x.max() > 1 else x
+        return x
+
+
+def test_a_model_with_too_few_blocks_is_refused_with_what_keeps_one_of_them_whole(tmp_path):
+    with pytest.raises(OptionError, match=r"has 1 blocks (.*\n)*.*stays whole: .*a tensor in an if.* 0 \(Skipping, .*:\d+\)"):
+        ours(Doubled(Skipping()), tmp_path / "run")
+
+
 def penalty(model, *, learns):
     def loss(output, labels):
         weight = model[0].weight if learns else model[0].weight.detach()

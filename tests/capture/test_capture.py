@@ -1,5 +1,7 @@
 """A model that is cut at its layers does what it did whole: outputs, gradients, names, in training and in evaluation."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,8 +99,13 @@ class Shared(nn.Module):
     """Layers that leave values for later ones in a dict that all get (Gemma's shared keys), and for the model behind them."""
 
     class Leaves(nn.Linear):
-        def forward(self, x, shared):
-            shared["scale"] = [self.weight.sum() * x.mean(), x.tanh()]
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("table", torch.arange(4.0))
+
+        def forward(self, x, shared, seen):
+            seen.append(self.table)
+            shared |= {"scale": [self.weight.sum() * x.mean(), x.tanh()], "own": self.weight}
             return super().forward(x).relu()
 
     class Takes(nn.Linear):
@@ -109,15 +116,49 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.one, self.two, self.three, self.last = Shared.Leaves(4, 4), nn.Linear(4, 4), Shared.Takes(4, 4), nn.Linear(4, 3)
+        self.one, self.two, self.three, self.last = Shared.Leaves(), nn.Linear(4, 4), Shared.Takes(4, 4), nn.Linear(4, 3)
 
     def forward(self, x):
         shared = {}
-        x = self.three(self.two(self.one(x, shared)), shared=shared)
-        return self.last(x + shared["left"])
+        x = self.three(self.two(self.one(x, shared, [])), shared=shared)
+        return self.last((x + shared["left"]) @ shared["own"])
+
+
+class Captioner(nn.Module):
+    """A language model inside another model: its configuration is its own, and asks for a cache of what its layers made."""
+
+    class Cache:
+        def __init__(self):
+            self.values = []
+
+    class Cached(nn.Linear):
+        def forward(self, x, cache):
+            if cache is not None:
+                cache.values.append(x)
+            return super().forward(x).relu()
+
+    class Language(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = SimpleNamespace(use_cache=True)
+            self.layers = nn.ModuleList(nn.ModuleDict({"one": Captioner.Cached(4, 4)}) for _ in range(3))
+
+        def forward(self, x):
+            cache = Captioner.Cache() if self.config.use_cache else None
+            for layer in self.layers:
+                x = layer["one"](x, cache)
+            return x
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.language, self.head = SimpleNamespace(), Captioner.Language(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.language(x))
 
 
 OURS = {
+    "a language model inside, with a cache": (Captioner, quantities, 4, 1),
     "a dict that layers share": (Shared, quantities, 4, 3),
     "lists that layers change": (Lists, quantities, 3, 3),
     "unet": (UNet, lambda: images(8, 1), 6, 3),

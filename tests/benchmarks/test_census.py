@@ -1,0 +1,24 @@
+"""The census of the libraries' models: one of them, and what is told of all."""
+
+import json
+
+import pytest
+
+from benchmarks import census
+
+
+@pytest.mark.slow
+def test_a_model_of_a_library_is_made_small_and_has_the_bits_of_a_plain_loop():
+    found = census.in_process("transformers", "gpt2", 300)
+    assert (found["outcome"], found["model"], found["partitions"]) == ("equal", "GPT2LMHeadModel", 3), found
+
+
+def test_the_last_outcome_of_a_model_counts(tmp_path, monkeypatch):
+    lines = [("resnet", {"outcome": "error", "why": "KeyError"}), ("vgg", {"outcome": "skipped", "why": "longer than 60 s"}),
+             ("resnet", {"outcome": "equal", "model": "resnet10t"})]  # fmt: skip
+    monkeypatch.setattr(census, "KNOWN", tmp_path / "known.jsonl")
+    census.KNOWN.write_text("".join(json.dumps({"library": "timm", "name": name, **one}) + "\n" for name, one in lines))
+    said = census.section()
+    assert "| timm | 2 | 1 | 0 | 0 | 0 | 0 | 1 |" in said
+    assert "KeyError" not in said
+    assert "| longer than 60 s | 1: vgg |" in said
