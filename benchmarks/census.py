@@ -27,6 +27,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -265,7 +266,8 @@ def _labelled(make: Callable[[], nn.Module], output: torch.Tensor) -> tuple[Exam
         return Example(make, labels="vector"), torch.randn(len(output))
     classes = output.shape[2] if kind == "token" else output.shape[1]
     shape = {"row": (), "token": output.shape[1:2], "pixel": output.shape[2:]}[kind]
-    return Example(make, labels=kind), torch.randint(0, classes, (len(output), *shape))
+    y = torch.arange(prod((len(output), *shape))).reshape(len(output), *shape)
+    return Example(make, labels=kind), y % classes
 
 
 def _shape(x: Rows) -> dict[str, list[int]] | list[int]:
