@@ -389,7 +389,8 @@ class Trainer:
             kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
             padding = for_data(self._padding, (example,))
             rows = largest_batch(example, settings, padding, labelled=self._labelled)
-            opening = ExitStack()
+            reached = {} if self._steps is None else self._steps.reached(self.model, rows, self.settings.autocast)
+            turns, opening = Turns(self._steps, learns, reached), ExitStack()
             sampler = self._begun(stack, reporter, opening)
 
             def prepare(model: object) -> Planner:
@@ -406,7 +407,7 @@ class Trainer:
                 )
             reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (self.settings.max_steps or 1)))
             silent = stack.enter_context(closing(WarningsAlone()))
-            loop = TrainingSession(self.device, folder, rows, asked, Turns(self._steps, learns), padding)
+            loop = TrainingSession(self.device, folder, rows, asked, turns, padding)
             run = Run(planner, prepared, silent, sampler, stack, observer=loop.observer, resumed=resumed)
             silent.close()  # a log of every step would grow without end
             with run.limited(rows=False), closing(loop):

@@ -265,6 +265,43 @@ def judged_output(model: nn.Module, found: Any, why_not: str = "") -> torch.Tens
     )
 
 
+def reached(
+    model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, autocast: torch.dtype | None,
+    losses: Mapping[str, Callable[[Any, int], Any]],
+) -> dict[str, set[str]]:  # fmt: skip
+    """Returns for each loss, of (what the model returns, number of rows), the names of the parameters that it has a gradient
+    for; nothing for a list of blocks, whose losses reach all, and where they cannot be computed without values."""
+    if not _has_a_forward(model):
+        return {}
+    mode = FakeMode()
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names = [name for name, one in model.named_parameters() if one.requires_grad]
+    try:
+        with ExitStack() as stack:
+            for context in (_left_as_it_is(model), quiet_random(""), quiet_log()):
+                stack.enter_context(context)
+            fakes = {name: _faked(tensor, mode) for name, tensor in own.items()}
+            stack.enter_context(with_tensors(model, fakes))
+            stack.enter_context(listed(model, {id(tensor): fakes[name] for name, tensor in own.items()}))
+            stack.enter_context(mode)
+            stack.enter_context(torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False))
+            found = run_on_rows(model.train(), torch.zeros((_ROWS, *shape), dtype=dtype), form)
+            parameters = [fakes[name] for name in names]
+            return {
+                step: {
+                    name
+                    for name, one in zip(
+                        names, torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True), strict=True
+                    )
+                    if one is not None
+                }
+                for step, loss in losses.items()
+                if (total := loss(found, _ROWS)).requires_grad
+            }
+    except Exception:  # the plan says what is wrong with the model or the losses
+        return {}
+
+
 @contextmanager
 def _left_as_it_is(model: nn.Module) -> Iterator[None]:
     """Restores modes and attributes of modules afterwards, and keeps language models, also one that is a part of `model`, from

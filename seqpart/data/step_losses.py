@@ -1,14 +1,17 @@
 """Losses by the name of a session's step, for networks that take turns, such as the two of a GAN."""
 
 from collections.abc import Mapping
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
 import torch
 
+from seqpart.capture.capture import reached
+from seqpart.data.splits import Split
 from seqpart.data.unlabelled import needs_labels
 from seqpart.errors import OptionError
+from seqpart.model.reductions import total_of
 from seqpart.text import short
 
 
@@ -51,6 +54,21 @@ class StepLosses:
 
     def scores(self, output: Any, labels: torch.Tensor) -> None:
         """There is no accuracy of several losses."""
+
+    def reached(self, model: object, rows: Split, autocast: torch.dtype | None) -> dict[str, set[str]]:
+        """Returns the names of the parameters that each step's loss has a gradient for; nothing where that is not known. In a
+        plain loop the others have none, and an optimizer leaves them alone."""
+
+        def total(step: str, found: Any, count: int) -> Any:
+            labels = torch.zeros((count, *rows.labels.shape[1:]), dtype=rows.label_type)
+            self.step = step
+            return total_of(self(found, labels))
+
+        try:
+            losses = {step: partial(total, step) for step in self._losses}
+            return reached(model, rows.shape, rows.dtype, rows.form, autocast, losses)
+        finally:
+            self.step = None
 
     def checked(self, step: object) -> str:
         """Returns the name of a step. Raises OptionError for one that has no loss."""

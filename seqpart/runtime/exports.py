@@ -61,9 +61,10 @@ class Exports:
             raise CorruptFile(f"{self._list} is damaged: {error}. Remove it; the other files stay.", self._list) from None
         return [entry for entry in found if Path(entry.file).name == entry.file]
 
-    def at_rest(self, phases: Phases, at: Position, tested: Sequence[Evaluated]) -> None:
-        """Decides whether an export is due at this position. tested: the evaluations so far."""
-        if self._every is None:
+    def at_rest(self, phases: Phases, at: Position, tested: Sequence[Evaluated], *, trained: bool = True) -> None:
+        """Decides whether an export is due at this position. tested: the evaluations so far. trained: True right after an
+        update; a run that was stopped goes to its last evaluation without the updates before it."""
+        if self._every is None or not (trained or self._every == EVALUATION):
             return
         self._value, is_due = None, False
         update, epochs = self._at = updates_before(phases, at)

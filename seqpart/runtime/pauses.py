@@ -5,7 +5,7 @@ on these, parameters and buffers of modules that were passed built have only sha
 parameter can be changed, which holds from the next update on.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,7 +17,7 @@ from torch import nn
 
 from seqpart.errors import Interrupted, ModelError, OptionError
 from seqpart.methods.ist.parts import JointChain
-from seqpart.model.blocks import Block
+from seqpart.model.blocks import Block, Chain
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.blocks import BlockCost
 from seqpart.schedule.best import LoopState
@@ -130,6 +130,10 @@ class Pauses:
         self._optimizers, self._since, self._counts, self.replans = optimizers, kept.learns, counts, False
         """replans: true if there may be another plan, with room for more trainable parameters."""
         self._in_parts = isinstance(chain, JointChain)
+        self._wholes: Mapping[str, str] = chain.wholes if isinstance(chain, Chain) else {}
+        """{name of a tile: the parameter of the model that it is a part of}."""
+        self._left_out = set[str]()
+        """Names of parameters that do not learn because the loss of the step has no gradient for them."""
         self.unplanned: list[str] = []
         """Names of parameters that were unfrozen and that the plan has no room for."""
         self.changed = False
@@ -159,20 +163,33 @@ class Pauses:
             self.changed = self.changed or not block.learns.get(name, True)
             block.learns[name] = True
 
-    def let_learn(self, patterns: Sequence[str]) -> None:
-        """Lets those parameters learn that the plan has room for and that match one of the patterns, and no others."""
+    def let_learn(self, patterns: Sequence[str] | None, reached: Container[str] | None) -> None:
+        """Lets those parameters learn that the plan has room for, that match one of the patterns, and that the loss has a
+        gradient for. patterns: None: those that learn otherwise. reached: their names in the model; None: all."""
         for label, (block, name) in self._planned.items():
-            learns = any(fnmatchcase(label, pattern) for pattern in patterns)
-            self.changed = self.changed or learns != block.learns.get(name, True)
+            of_model, learned = self._wholes.get(label, label), block.learns.get(name, True)
+            learns = learned or label in self._left_out
+            if patterns is not None:
+                learns = any(fnmatchcase(of_model, pattern) for pattern in patterns)
+            self._left_out.discard(label)
+            if learns and reached is not None and of_model not in reached:
+                learns = False
+                self._left_out.add(label)
+            self.changed = self.changed or learns != learned
             block.learns[name] = learns
 
+    def are_in(self, names: Container[str]) -> bool:
+        """True if all parameters that the plan has room to train have these names in the model."""
+        return all(self._wholes.get(label, label) in names for label in self._planned)
+
     def refuse_strangers(self, learns: Mapping[str, Sequence[str]]) -> None:
-        """Raises OptionError for a step in which nothing would learn. learns: {name of a step: patterns}."""
+        """Raises OptionError for a pattern that matches nothing. learns: {name of a step: patterns}."""
+        names = [self._wholes.get(label, label) for label in self._planned]
         for step, patterns in learns.items():
-            if not any(fnmatchcase(label, pattern) for label in self._planned for pattern in patterns):
+            if strange := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]:
                 raise OptionError(
-                    f"learns: expected patterns that match parameters of the model, such as {next(iter(self._planned))}; found "
-                    f"{short(', '.join(patterns))} for step {step!r}."
+                    f"learns: expected patterns that match parameters of the model that may learn, such as {names[0]}; found "
+                    f"{short(', '.join(strange))} for step {step!r}."
                 )
 
     @contextmanager

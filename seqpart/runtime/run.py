@@ -42,7 +42,7 @@ from seqpart.schedule.best import LoopState
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import Event, PhaseDone, Position, steps_of
+from seqpart.schedule.steps import Event, PhaseDone, Position, Verb, steps_of
 from seqpart.settings import Settings
 from seqpart.units import format_size
 
@@ -433,7 +433,8 @@ class Run:
         self._remember_best(executor)
         self.saving.at_rest(executor, self._partitions, phases)
         self._stopped = not self._observer.at_rest(executor)
-        self.exports.at_rest(phases, executor.position, self.watch.evaluations.all)
+        trained = executor.step.verb is Verb.UPDATE
+        self.exports.at_rest(phases, executor.position, self.watch.evaluations.all, trained=trained)
         goes_on = self.watch.end_behind(phases, executor.position) is None
         # Newly trainable parameters need a new executor, and an export all memory.
         return not self._stopped and not (self.pauses.changed or self.exports.due) and goes_on

@@ -1,6 +1,6 @@
 """The steps of a session that have losses of their own: which loss is computed, and what learns."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from seqpart.data.step_losses import StepLosses
@@ -11,8 +11,11 @@ from seqpart.runtime.run import Run
 class Turns:
     """The steps of a session. losses: by step; None: all steps are alike. learns: {step: patterns of what it trains}."""
 
-    def __init__(self, losses: StepLosses | None, learns: Mapping[str, str | Sequence[str]] | None) -> None:
-        self._losses = losses
+    def __init__(
+        self, losses: StepLosses | None, learns: Mapping[str, str | Sequence[str]] | None, reached: Mapping[str, Container[str]]
+    ) -> None:  # fmt: skip
+        """reached: {step: names of the parameters that its loss has a gradient for}, where that is known."""
+        self._losses, self._reached = losses, reached
         given = {step: [one] if isinstance(one, str) else [*one] for step, one in (learns or {}).items()}
         self._learns = {step: [part.strip() for one in patterns for part in one.split(",")] for step, patterns in given.items()}
         if given and losses is None:
@@ -24,7 +27,8 @@ class Turns:
         """Raises OptionError for patterns that match nothing, and for an optimizer that cannot take turns."""
         self._run = run
         run.pauses.refuse_strangers(self._learns)
-        if self._learns and any(one.counts for one in run.prepared.stages[0].optimizers):
+        some = self._learns or not all(map(run.pauses.are_in, self._reached.values()))
+        if some and any(one.counts for one in run.prepared.stages[0].optimizers):
             raise OptionError(
                 "learns: the optimizer counts updates in its groups, and would count the updates of all steps. Take one that "
                 "counts with each parameter, such as AdamW."
@@ -44,13 +48,13 @@ class Turns:
         """Makes `step` the one to be made next: its loss, and what learns in it."""
         if self._losses is not None:
             self._losses.step = step
-        if step in self._learns:
-            if self._run.pauses.changed:
+        if step is not None and (step in self._learns or step in self._reached):
+            if self._learns and self._run.pauses.changed:
                 raise ModelError(
                     "requires_grad was changed between the steps of a session whose `learns` says what each of them trains. "
                     "Leave one of them out."
                 )
-            self._run.pauses.let_learn(self._learns[step])
+            self._run.pauses.let_learn(self._learns.get(step), self._reached.get(step))
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -190,9 +190,11 @@ def _behind(phases: Phases, which: int, first: int) -> int:
 
 
 def updates_before(phases: Phases, at: Position) -> tuple[int, float]:
-    """Returns (updates before a position, epochs that they are if it is at the end of a pass, else 0)."""
+    """Returns (updates before a position, epochs that they are)."""
     if at.updates:
-        return int(phases[at.phase].share_of(at.updates)[0]), 0.0
+        phase = phases[at.phase]
+        done = int(phase.share_of(at.updates)[0])
+        return done, done / (phase.within.updates_of_epoch or phase.updates)
     update, epochs = trained_before(phases, at.phase - 1)
     return int(update), epochs
 

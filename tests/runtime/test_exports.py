@@ -123,6 +123,21 @@ def test_a_resumed_run_makes_what_was_exported_after_its_checkpoint_again_and_mi
     assert list(found) == [3, 6, 9, 12, 15] and all(same(found[update], expected[update - 1]) for update in found)
 
 
+@pytest.mark.parametrize("every", [2, "1 epoch"], ids=str)
+def test_a_run_that_is_stopped_exports_nothing_after_its_last_update(every, tmp_path):
+    """It went to the evaluation at its end, which was taken for the end of all updates."""
+
+    class Stops:
+        def on_step(self, event):
+            if event.update == 7:
+                event.stop("enough")
+
+    trainer(tmp_path, export_every=every).fit(rows(), rows(16, 5), callbacks=[Stops()])
+    listed = json.loads((tmp_path / "run" / "exports" / "exports.json").read_text())
+    expected = [(5, 1.0)] if every == "1 epoch" else [(2, 0.4), (4, 0.8), (6, 1.2)]
+    assert [(one["update"], one["epoch"]) for one in listed] == expected
+
+
 @pytest.mark.own_process
 def test_an_export_keeps_the_limit_and_the_predicted_peak(tmp_path):
     """A frozen layer takes more than all that trains: an export reads it whole, and nothing else is there then."""

@@ -133,6 +133,42 @@ def test_steps_without_learns_train_everything_by_their_own_losses(tmp_path):
     assert torch.equal(layer.weight, plain.weight)
 
 
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.u, self.v = nn.Linear(6, 6), nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, x):
+        h = self.body(x).relu()
+        return self.u(h), self.v(h)
+
+
+@pytest.mark.parametrize("tile", [None, "100B"], ids=["whole", "tiles"])
+@pytest.mark.parametrize("learns", [None, {"u": "*", "v": ["body.weight", "v.*"]}], ids=["all", "patterns"])
+def test_what_a_steps_loss_does_not_take_is_left_alone_as_by_a_plain_loop(learns, tile, tmp_path):
+    """It had a gradient of zeros where a plain loop has none: weight decay and moments moved it all the same."""
+    losses = {"u": lambda output: output[0].square().mean(), "v": lambda output: output[1].square().mean()}
+    torch.manual_seed(5)
+    found, rounds = Heads(), [batch["x"] for batch in batches(6)]
+    plain = copy.deepcopy(found)
+    options = {"method": "streamed", "tile": tile} if tile else {"method": "full"}
+    asked = Trainer(
+        found, losses, mem_limit="2GB", batch_size=16, micro_batch_size=16, lr=1e-2, weight_decay=0.1, quiet=True,
+        offload_dir=tmp_path, **options,
+    )  # fmt: skip
+    with asked.session(rounds[0], learns=learns) as steps:
+        for number, x in enumerate(rounds):
+            steps.step("uv"[number % 2], x)
+    step = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    for number, x in enumerate(rounds):
+        plain.body.bias.requires_grad_(learns is None or not number % 2)
+        step.zero_grad()
+        losses["uv"[number % 2]](plain(x)).backward()
+        step.step()
+    difference = {name: float((tensor - found.state_dict()[name]).abs().max()) for name, tensor in plain.state_dict().items()}
+    assert max(difference.values()) < (1e-6 if tile else 1e-30), difference
+
+
 def test_a_step_without_its_name_or_with_another_is_refused_and_the_session_goes_on(tmp_path):
     (batch,) = batches(1)
     with session(tmp_path) as steps:
@@ -155,11 +191,12 @@ def test_requires_grad_that_was_changed_beside_learns_is_refused(tmp_path):
     ("given", "words"),
     [
         ({"learns": {"d": "d.*"}}, "learns: expected what learns in each of the steps d, g; found d."),
+        ({"learns": {"d": "d.*, e.*", "g": "g.*"}}, "found 'e.*' for step 'd'"),
         ({"learns": {"d": "d.*", "g": "h.*"}}, "such as d.0.weight; found 'h.*' for step 'g'"),
         ({"losses": {"d": d_loss, "g": "mse"}}, "expected functions by the names of a session's steps"),
         ({"losses": {"d": d_loss, "g": lambda output: (output[1].sum(), 16)}}, "the loss of step 'g'; found a tuple"),
     ],
-    ids=["not all steps", "no parameter", "a name", "a pair"],
+    ids=["not all steps", "one of two patterns", "no parameter", "a name", "a pair"],
 )  # fmt: skip
 def test_what_cannot_take_turns_is_refused_in_words(given, words, tmp_path):
     with pytest.raises(BadInput, match=re.escape(words)), session(tmp_path, **given):
