@@ -73,7 +73,7 @@ def rows_to_evaluate(data: object, settings: Settings, padding: Padding | None =
         one, bare = (one, False) if labelled else with_zeros(one)
         return training_rows(one, settings, "evaluation", padding, whole=True)
 
-    found = together(data, read, "evaluation") if are_named(data) else read(data)
+    found = together(data, read, "evaluation", keeps=True) if are_named(data) else read(data)
     return replace(found, labelled=not bare)
 
 

@@ -389,6 +389,8 @@ class Trainer:
             kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
             padding = for_data(self._padding, (example,))
             rows = largest_batch(example, settings, padding, labelled=self._labelled)
+            if learns and asked.unfreeze is not None:
+                raise OptionError("--unfreeze: `learns` says what learns in each step of a session. Leave one of them out.")
             reached = {} if self._steps is None else self._steps.reached(self.model, rows, self.settings.autocast)
             turns, opening = Turns(self._steps, learns, reached), ExitStack()
             sampler = self._begun(stack, reporter, opening)

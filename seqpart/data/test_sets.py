@@ -21,9 +21,14 @@ def are_named(data: object) -> TypeGuard[Mapping[str, object]]:
     )
 
 
-def together(data: Mapping[str, object], read: Callable[[object], Split], name: str) -> Split:
-    """Returns the rows of all sets as one split. read: makes a split of one. Raises DataError for unlike sets."""
+def together(data: Mapping[str, object], read: Callable[[object], Split], name: str, *, keeps: bool = False) -> Split:
+    """Returns the rows of all sets as one split. read: makes a split of one. keeps: rows may be kept that would be read anew.
+    Raises DataError for unlike sets."""
     found = {}
+    if empty := [own for own, part in data.items() if part is None or not own]:
+        raise DataError(
+            f"{name} sets: expected data sets by name; found {'no data' if empty[0] else 'no name'} for {empty[0]!r}."
+        )
     for own, part in data.items():
         try:
             found[own] = read(part)
@@ -39,7 +44,9 @@ def together(data: Mapping[str, object], read: Callable[[object], Split], name: 
     one = replace(first, name=name, count=sum(split.count for split in found.values()), labels=labels, some=None)
     one = replace(one, sets=tuple((own, split.count) for own, split in found.items()), open=_in_turn(list(found.values())))
     sources = [split.source for split in found.values()]
-    return one if all(source is None for source in sources) else replace(one, source=_joined(sources, name))
+    if all(source is None for source in sources) or (keeps and not _are_alike(sources)):
+        return replace(one, source=None)
+    return replace(one, source=_joined(sources, name))
 
 
 def _in_turn(splits: Sequence[Split]) -> Callable[[], Iterator[torch.Tensor]]:
@@ -50,14 +57,18 @@ def _in_turn(splits: Sequence[Split]) -> Callable[[], Iterator[torch.Tensor]]:
     return passes
 
 
+def _are_alike(sources: Sequence[Any]) -> bool:
+    """True for data sets with `[i]`, or loaders of them, whose items become rows in the same way."""
+    kinds = [
+        (source.collate, source.batch) if isinstance(source, Source) and not source.streams else None for source in sources
+    ]
+    return None not in kinds and all(kind == kinds[0] for kind in kinds)
+
+
 def _joined(sources: Sequence[Any], name: str) -> Source:
     """Returns the source of sets that are read anew in every evaluation."""
     first: Source = sources[0]
-    alike = all(
-        isinstance(source, Source) and not source.streams and source.collate is first.collate and source.batch == first.batch
-        for source in sources
-    )
-    if not alike:
+    if not _are_alike(sources):
         raise DataError(
             f"{name} sets: those that are read again in every evaluation are data sets with len() and [i], or loaders of them "
             "with one batch_size and collate_fn. Give such, or keep their rows: cache='rows'."

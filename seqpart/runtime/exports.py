@@ -45,6 +45,10 @@ class Exports:
         self.due = False
         """True if the weights are to be exported where the run stands."""
         if self._every is None:
+            if not since and self._list.exists():  # of a run that is replaced
+                for entry in self._read():
+                    remove(self._folder / entry.file)
+                remove(self._list)
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         for entry in self._read() if self._list.exists() else []:

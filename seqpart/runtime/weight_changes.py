@@ -29,6 +29,10 @@ def change_weights(
     layouts = {block: cost.layout for block, cost in zip(prepared.chain, prepared.costs, strict=True)}
     together = dict[Block, list[tuple[Place, ...]]]()
     for places in _matching({block: layout.specs for block, layout in layouts.items()}, parts):
+        if tiled := [prepared.chain.wholes[name] for name in _names(places) if name in prepared.chain.wholes]:
+            raise ModelError(
+                f"change_weights: {tiled[0]} is in tiles, and a rule would see one at a time. Give tile=0, and a larger limit."
+            )
         together.setdefault(places[0][0], []).append(places)
     for block, matching in together.items():
         flats = {one: aligned(layouts[one].padded_nbytes) for one in dict.fromkeys(b for places in matching for b, _ in places)}
@@ -38,7 +42,12 @@ def change_weights(
             for places in matching:
                 first, *others = (views[one][name] for one, name in places)
                 made = rule(first, *others)
-                if isinstance(made, torch.Tensor) and made is not first:
+                if made is not None and getattr(made, "shape", None) != first.shape:
+                    raise ModelError(
+                        f"change_weights: expected a rule that changes its first tensor, or returns another of shape "
+                        f"{tuple(first.shape)}; found {short(made)} for {_names(places)[0]}."
+                    )
+                if made is not None and made is not first:
                     first.copy_(made)
         begins()
         store.put(block.home, layouts[block], flats[block])
@@ -54,6 +63,9 @@ def _matching(specs: dict[Block, Any], parts: Sequence[str]) -> list[tuple[Place
         for spec in own
         if spec.name in learned
     }
+    for block in specs:  # a tied parameter has a name in each module that uses it
+        for tie in block.tied:
+            shapes[block.exported(tie.name)] = shapes[tie.owner.exported(tie.owner_name)]
     named = [{name.removeprefix(part).lstrip("."): one for name, one in shapes.items() if _is_in(name, part)} for part in parts]
     for part, own in zip(parts, named, strict=True):
         if not own:
@@ -67,7 +79,12 @@ def _matching(specs: dict[Block, Any], parts: Sequence[str]) -> list[tuple[Place
                 f"change_weights: expected parts with parameters of the same names, shapes and types; found {odd} in "
                 f"{parts[0]} or {part} alone, or unlike."
             )
-    return [tuple(own[name][:2] for own in named) for name in named[0]]
+    found = {named[0][name][:2]: tuple(own[name][:2] for own in named) for name in named[0]}
+    return list(found.values())  # each once
+
+
+def _names(places: Sequence[Place]) -> list[str]:
+    return [block.exported(name) for block, name in places]
 
 
 def _is_in(name: str, part: str) -> bool:

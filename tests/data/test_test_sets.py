@@ -116,7 +116,9 @@ def test_evaluate_and_sessions_take_several_sets_too(tmp_path):
         session.step(rows(8))
         found = session.evaluate(sets())
         single = session.evaluate(rows(5))
+    mixture = {**sets(), "shifted": DataLoader(TensorDataset(*sets()["shifted"]), batch_size=3)}
     by_name = {name: value for name, value in expected(model, sets()).items() if "right" not in name}
+    assert asked.evaluate(mixture).metrics == pytest.approx(by_name, rel=1e-5)
     assert found.metrics == pytest.approx(by_name, rel=1e-5) and single.metrics == {}
 
 
@@ -141,9 +143,10 @@ def test_sets_for_a_loss_without_labels_are_reported(tmp_path):
     [
         ((torch.randn(4, 7), torch.zeros(4, dtype=torch.int64)), "test sets: expected rows of one form; found"),
         ((torch.randn(4, 6), torch.randn(4)), "test sets: expected labels of one form; found"),
+        (None, "test sets: expected data sets by name; found no data for 'other'"),
         ((torch.randn(4, 6), torch.tensor([0, 1, 7, 1])), "class 7 does not occur in the training rows"),
     ],
-    ids=["rows", "labels", "a class"],
+    ids=["rows", "labels", "none", "a class"],
 )  # fmt: skip
 def test_sets_that_are_unlike_are_refused_in_words(other, words, tmp_path):
     with pytest.raises(DataError, match=re.escape(words)):

@@ -91,8 +91,9 @@ def test_blocks_that_factories_build_are_changed_too(tmp_path):
         (("teacher", "head"), ModelError, "found 0.weight in teacher or head alone, or unlike"),
         ((), OptionError, "expected a rule and parts of the model by name"),
         (("head",), TypeError, "missing 1 required positional argument"),
+        (("head", "head"), ModelError, "returns another of shape (4, 4); found 0.5 for head.weight"),
     ],
-    ids=["no part", "unlike parts", "nothing", "a rule of two"],
+    ids=["no part", "unlike parts", "nothing", "a rule of two", "a number"],
 )
 def test_a_rule_that_cannot_be_applied_leaves_the_session_as_it_was(parts, error, words, tmp_path):
     both = model()
@@ -100,9 +101,31 @@ def test_a_rule_that_cannot_be_applied_leaves_the_session_as_it_was(parts, error
         loss_before = steps.step(batches(1)[0])
         before = steps.state_dict()
         with pytest.raises(error, match=re.escape(words)):
-            steps.change_weights(lambda one, other: one.zero_(), *parts)
+            steps.change_weights((lambda one, other: 0.5) if parts == ("head",) * 2 else lambda one, two: one.zero_(), *parts)
         assert all(torch.equal(tensor, before[name]) for name, tensor in steps.state_dict().items())
         assert steps.step(batches(1)[0]) < loss_before
+
+
+def test_a_tied_weight_is_changed_once_by_either_name_and_one_in_tiles_is_refused(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x).relu())
+
+    x, y, tied = torch.randn(8, 8), torch.randn(8, 8), Tied()
+    options = {"mem_limit": "2GB", "method": "streamed", "batch_size": 8, "quiet": True, "offload_dir": tmp_path}
+    with Trainer(tied, **options).session((x, y)) as steps:
+        before = steps.state_dict()["a.weight"]
+        steps.change_weights(lambda weight: weight.mul_(0.5), "b")
+        steps.change_weights(lambda weight: weight.mul_(0.5), "")
+        assert torch.equal(steps.state_dict()["a.weight"], before * 0.25)
+    wide = Trainer(nn.Sequential(nn.Linear(8, 256)), **options, tile="4KB").session((x, torch.randn(8, 256)))
+    with wide as steps, pytest.raises(ModelError, match=r"0\.weight is in tiles"):
+        steps.change_weights(lambda weight: weight / weight.norm(), "")
 
 
 def test_what_a_rule_changed_is_not_lost_where_the_next_step_fails(tmp_path):
