@@ -225,6 +225,7 @@ COMPARES = {
 
 
 @pytest.mark.parametrize("kind", COMPARES)
+@pytest.mark.few(2)
 def test_a_loss_of_the_models_own_that_compares_rows_needs_whole_batches(kind, tmp_path):
     """As contrastive learning does."""
     torch.manual_seed(0)

@@ -51,6 +51,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.few(3)
 def test_options_of_losses_and_saves_leave_the_weights_of_transformers(options, tmp_path):
     options = {"num_train_epochs": 2, **options}
     (theirs, expected), (ours, found) = (trained(tmp_path, whose, **options) for whose in TRAINERS)
@@ -85,6 +86,7 @@ def token_sum(outputs, labels, num_items_in_batch):
 @pytest.mark.parametrize(
     "own", [{"label_smoothing_factor": 0.1}, {"compute_loss_func": token_sum}], ids=["smoothed", "a function"]
 )
+@pytest.mark.few(1)
 def test_tokens_that_count_are_counted_over_all_micro_batches_of_an_update(own, tmp_path):
     """Rows have 2 to 6 labels, so the mean of a batch is not that of its halves."""
     func = {"compute_loss_func": own["compute_loss_func"]} if "compute_loss_func" in own else {}
@@ -157,6 +159,7 @@ def with_labels(items):
 
 @pytest.mark.parametrize("own", [weighted, beside_the_models_own, with_a_column])
 @pytest.mark.parametrize("method", ["full", "streamed"])
+@pytest.mark.few(2)
 def test_a_compute_loss_of_a_subclass_leaves_the_weights_of_transformers(own, method, tmp_path):
     rows = [{**row, **({"share": number / 9} if own is with_a_column else {})} for number, row in enumerate(little_rows())]
     options = {"method": method, "micro_batch_size": 8, "mem_limit": "2GB"}
