@@ -170,16 +170,8 @@ def _recorded(
     model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
     labels: Labels | None, autocast: torch.dtype | None, outputs: Outputs | None,
 ) -> Program:  # fmt: skip
-    mode = FakeMode()
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with ExitStack() as stack:
-        stack.enter_context(_left_as_it_is(model))
-        stack.enter_context(quiet_random(_without_draws(model)))
-        stack.enter_context(quiet_log())
-        fakes = {name: _faked(tensor, mode) for name, tensor in own.items()}
-        stack.enter_context(with_tensors(model, fakes))
-        stack.enter_context(listed(model, {id(tensor): fakes[name] for name, tensor in own.items()}))
-        stack.enter_context(mode)
+        fakes = stack.enter_context(_on_fakes(model))
         model.train(training)
         rows = torch.zeros(shape, dtype=dtype)
         paths, names = {m: path for path, m in model.named_modules()}, {id(f): n for n, f in fakes.items()}
@@ -273,18 +265,10 @@ def reached(
     for; nothing for a list of blocks, whose losses reach all, and where they cannot be computed without values."""
     if not _has_a_forward(model):
         return {}
-    mode = FakeMode()
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = [name for name, one in model.named_parameters() if one.requires_grad]
+    autocasting = torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False)
     try:
-        with ExitStack() as stack:
-            for context in (_left_as_it_is(model), quiet_random(""), quiet_log()):
-                stack.enter_context(context)
-            fakes = {name: _faked(tensor, mode) for name, tensor in own.items()}
-            stack.enter_context(with_tensors(model, fakes))
-            stack.enter_context(listed(model, {id(tensor): fakes[name] for name, tensor in own.items()}))
-            stack.enter_context(mode)
-            stack.enter_context(torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False))
+        with _on_fakes(model) as fakes, autocasting:
             found = run_on_rows(model.train(), torch.zeros((_ROWS, *shape), dtype=dtype), form)
             parameters = [fakes[name] for name in names]
             return {
@@ -300,6 +284,17 @@ def reached(
             }
     except Exception:  # the plan says what is wrong with the model or the losses
         return {}
+
+
+@contextmanager
+def _on_fakes(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """A context in which the model has fake tensors, which it yields by name, and afterwards is as it was."""
+    mode, own = FakeMode(), {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with _left_as_it_is(model), quiet_random(_without_draws(model)), quiet_log():
+        fakes = {name: _faked(tensor, mode) for name, tensor in own.items()}
+        alike = {id(tensor): fakes[name] for name, tensor in own.items()}
+        with with_tensors(model, fakes), listed(model, alike), mode:
+            yield fakes
 
 
 @contextmanager

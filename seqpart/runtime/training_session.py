@@ -252,8 +252,9 @@ class TrainingSession:
         session = self._session
         split = kept_rows(data, self._settings, self._padding, labelled=self._example.labelled)
         self._refuse_unlike(split)
-        with self._working(), self._turns.together():
+        with self._working():
             self._bring_home()
+            self._turns.take(None)
             boundaries = session.homes.boundaries
             boundaries.discard("test", 0)  # left by an evaluation that an error ended
             boundaries.labels["test"], boundaries.label_types["test"] = split.labels, split.label_type

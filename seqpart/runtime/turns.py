@@ -1,7 +1,6 @@
 """The steps of a session that have losses of their own: which loss is computed, and what learns."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Mapping, Sequence
 
 from seqpart.data.step_losses import StepLosses
 from seqpart.errors import DataError, ModelError, OptionError
@@ -45,7 +44,7 @@ class Turns:
         return self._losses.checked(given[0]), given[1]
 
     def take(self, step: str | None) -> None:
-        """Makes `step` the one to be made next: its loss, and what learns in it."""
+        """Makes `step` the one to be made next: its loss, and what learns in it. None: all losses are computed, and summed."""
         if self._losses is not None:
             self._losses.step = step
         if step is not None and (step in self._learns or step in self._reached):
@@ -55,14 +54,3 @@ class Turns:
                     "Leave one of them out."
                 )
             self._run.pauses.let_learn(self._learns.get(step), self._reached.get(step))
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A context in which all losses are computed, and summed."""
-        before = self._losses.step if self._losses is not None else None
-        self.take(None)
-        try:
-            yield
-        finally:
-            if self._losses is not None:
-                self._losses.step = before
