@@ -202,8 +202,9 @@ class InHost:
         return True
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
-        place, there = self._places.of(key, tensor), self._device.mark()
-        kept = place.form.kept(tensor)
+        place = self._places.of(key, tensor)
+        kept = place.form.kept(tensor)  # perhaps a copy
+        there = self._device.mark()
         with self._device.copying(DOWN):
             self._device.after(there)  # and so after whoever read what the place held before
             self._device.copy(kept, place.on(self._flat[place.offset :]))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.device.device import Device
+from seqpart.device.opening import open_device
 from seqpart.device.pages import round_up
 from seqpart.errors import StoreError
 from seqpart.plan.problem import BUFFERS, exchange_bytes
@@ -134,6 +135,17 @@ def test_on_device_a_small_part_does_not_keep_the_whole_alive():
         exchange.put((1, 0), part)
         _, kept = exchange._held[1, 0]
         assert kept.untyped_storage().nbytes() == part.nbytes
+
+
+def test_a_strided_value_leaves_an_accelerator_after_it_was_made_dense():
+    """The copy out once waited for an event before the kernel that made it dense, and took whatever lay there."""
+    for seed in range(4):
+        device = open_device(f"sim:rtx3060-12gb@{seed}")
+        with device.at_work():
+            exchange = InHost(device.host(ROOM), {}, device)
+            x = torch.arange(40.0, device=device.torch).view(4, 10)
+            exchange.put((1, 0), x[::2, 1::2])
+            assert torch.equal(device.download(exchange.get((1, 0))), torch.arange(40.0).view(4, 10)[::2, 1::2])
 
 
 def test_a_gradient_takes_the_place_of_its_activation(tmp_path):
