@@ -38,6 +38,7 @@ Method = Literal["auto", "sil", "ist", "streamed", "checkpointed", "full", "psl"
 LrSchedule = Literal["constant", "linear", "cosine"]
 Objective = Literal["orthogonal", "prototype", "mse"]
 Precision = Literal["fp32", "bf16"]
+OptimizerOn = Literal["auto", "device", "host"]
 TrackerName = Literal["tensorboard", "wandb"]
 
 MOST = 10**9
@@ -89,6 +90,11 @@ class Limits:
     ram_limit: Annotated[str | int | float | None, SIZE] = None
     """Host memory for offloaded weights, optimizer state and activations, in addition to the limit; the rest is on disk.
     Default: none on CPU; on CUDA half of the free memory, pinned."""
+
+    optimizer_on: OptimizerOn = "auto"
+    """Where optimizer steps are computed (exact methods): device, to which optimizer state is loaded; host, beside the device's
+    work, for partitions whose weights and state are in host memory: gradients go there, weights come back and state stays; or
+    auto, the faster. Partitions with running statistics (BatchNorm) step on the device."""
 
     def partition_choice(self) -> tuple[int | None, tuple[int, ...] | None]:
         """Returns (number of partitions, first block of each); None for what was not given. Raises OptionError."""

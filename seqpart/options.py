@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, TypedDict, TypeVar
 
 import torch
 
-from seqpart.config import LrSchedule, Method, Objective, TrackerName
+from seqpart.config import LrSchedule, Method, Objective, OptimizerOn, TrackerName
 from seqpart.model.scheduler import SchedulerFactory
 
 T = TypeVar("T")
@@ -26,6 +26,7 @@ class Options(TypedDict, total=False):
     micro_batch_size: Positive[int]
     device: str
     ram_limit: str | int | float | None
+    optimizer_on: OptimizerOn
     epochs: PerPartition[float]
     max_steps: Positive[int]
     batch_size: PerPartition[int]

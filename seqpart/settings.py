@@ -92,6 +92,11 @@ class Settings(Config):
             )
         if self.unfreeze is not None and self.ema is not None:
             yield "--unfreeze does not go with --ema, which averages from the first update on. Leave one out"
+        if self.optimizer_on == "host" and (not self.methods[0].exact or self.methods[0].in_pairs):
+            yield (
+                f"--optimizer-on host goes with --method auto, streamed, checkpointed or full; found --method {self.method}. "
+                "Leave it out"
+            )
         if self.export_every is not None and not self.methods[0].exact:
             yield f"--export-every goes with exact methods; found --method {self.method}. Leave it out"
         if self.keep_exports is not None and self.export_every is None:

@@ -25,7 +25,8 @@ from seqpart.schedule.steps import Position
 from seqpart.settings import Settings
 
 FREE = {
-    "mem_limit", "ram_limit", "offload_dir", "output_dir", "overwrite", "save_every", "partitions", "micro_batch_size",
+    "mem_limit", "ram_limit", "optimizer_on", "offload_dir", "output_dir", "overwrite", "save_every", "partitions",
+    "micro_batch_size",
     "weights", "weights_partial", "trace", "workers", "log",
 }  # fmt: skip
 """Settings that may differ when a run goes on. The cut and the micro-batch are the checkpoint's, unless they differ."""

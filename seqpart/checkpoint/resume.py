@@ -44,7 +44,7 @@ from seqpart.store.layout import Layout
 from seqpart.store.scratch import WEIGHTS, has_checkpoint
 from seqpart.units import format_limit
 
-_ROOM = {"mem_limit", "ram_limit", "partitions"}
+_ROOM = {"mem_limit", "ram_limit", "optimizer_on", "partitions"}
 """Settings that need a new plan if they change."""
 
 

@@ -32,7 +32,8 @@ class Hardware:
     context: int
     """Bytes of `memory` that a PyTorch process holds beside its tensors: the context, kernels, workspaces of libraries."""
     flops: Mapping[str, float]
-    """FLOP/s that a large matrix product of PyTorch reaches: `float32` without TF32, as is the default; `bfloat16`, dense."""
+    """FLOP/s that a large matrix product of PyTorch reaches: `float32` without TF32, as is the default; `bfloat16`, dense;
+    `tf32`, half of that where the table has none, as the data sheets of all cards have."""
     memory_bandwidth: float
     """Bytes/s, read and written together, of an elementwise kernel on large tensors."""
     h2d: float
@@ -49,15 +50,24 @@ class Hardware:
     """Bytes/s of writes that last for hours: a consumer's disk begins faster, until its cache is full."""
     sources: Mapping[str, str]
     """{field: source of its number}."""
+    host_bandwidth: float = 40e9
+    """Bytes/s, read and written together, of an elementwise kernel of the processor on large tensors: assumed, for two channels
+    of memory."""
 
     @property
     def optimizer(self) -> float:
         """Parameters updated per second by a fused Adam in float32, which waits for the card's memory and nothing else."""
         return self.memory_bandwidth / _ADAM_BYTES
 
+    @property
+    def host_optimizer(self) -> float:
+        """Parameters updated per second by a fused Adam in float32 on the processor."""
+        return self.host_bandwidth / _ADAM_BYTES
+
 
 _FIELDS = tuple(field.name for field in fields(Hardware))
 _DTYPES = ("float32", "bfloat16")
+_OPTIONAL = ("sources", "host_bandwidth")
 _RATES = ("memory_bandwidth", "h2d", "d2h", "disk_read", "disk_write")
 _TIMES = ("copy_latency", "launch")
 _LEAST_RATE, _MOST_RATE = 1e6, 1e21
@@ -109,18 +119,19 @@ def _parsed(text: str, path: str) -> dict[str, Any]:
 
 
 def _hardware(table: dict[str, Any], where: str) -> Hardware:
-    _refuse_other_keys(table, where, needed=[name for name in _FIELDS if name != "sources"], known=_FIELDS)
+    _refuse_other_keys(table, where, needed=[name for name in _FIELDS if name not in _OPTIONAL], known=_FIELDS)
     flops = _table_of(table, "flops", where)
-    _refuse_other_keys(flops, f"{where}: flops", needed=_DTYPES, known=_DTYPES)
+    _refuse_other_keys(flops, f"{where}: flops", needed=_DTYPES, known=(*_DTYPES, "tf32"))
+    rates = {dtype: _rate(rate, f"{where}: flops.{dtype}", "FLOP") for dtype, rate in flops.items()}
     sources = _table_of(table, "sources", where)
     _refuse_other_keys(sources, f"{where}: sources", needed=(), known=_FIELDS)
     found = Hardware(
         name=_words(table["name"], f"{where}: name"),
         memory=_size(table["memory"], f"{where}: memory"),
         context=_size(table["context"], f"{where}: context"),
-        flops={dtype: _rate(flops[dtype], f"{where}: flops.{dtype}", "FLOP") for dtype in _DTYPES},
+        flops={"tf32": rates["bfloat16"] / 2, **rates},
         sources={name: _words(text, f"{where}: sources.{name}") for name, text in sources.items()},
-        **{name: _rate(table[name], f"{where}: {name}", "bytes") for name in _RATES},
+        **{name: _rate(table[name], f"{where}: {name}", "bytes") for name in (*_RATES, "host_bandwidth") if name in table},
         **{name: _seconds(table[name], f"{where}: {name}") for name in _TIMES},
     )
     if found.context >= found.memory:

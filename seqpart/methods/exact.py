@@ -26,7 +26,7 @@ def whole_network(work: Workload, *, streamed: bool) -> Phase:
         kind=PhaseKind.TRAIN, partition=0, through=last if last else None, rows=work.train_rows, batch=first.batch_size,
         micro_batch=first.micro_batch, shuffle=work.shuffle, order=order, streams=streams, defers_updates=work.defers_updates,
         frozen=frozenset(p for p, part in enumerate(work.partitions) if not part.trainable),
-        keeps=work.keeps, offloads=work.offloads,
+        keeps=work.keeps, offloads=work.offloads, host_steps=work.host_steps,
     )  # fmt: skip
 
 

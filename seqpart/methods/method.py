@@ -112,6 +112,8 @@ class Workload:
     """Partitions of a whole-network pass that keep their graphs."""
     offloads: frozenset[int] = frozenset()
     """Partitions of `keeps` whose graphs are offloaded until backward."""
+    host_steps: frozenset[int] = frozenset()
+    """Partitions whose optimizer step is computed on the host."""
     one_value: bool = True
     """True if only one value crosses each boundary, whose rows can wait in a file."""
     recovery: Recovery | None = None

@@ -180,12 +180,15 @@ class Adopted:
                 f"{error}). Resume from another checkpoint, or start again."
             ) from error
 
-    def step(self, rate: float | Groups = 1.0) -> None:
-        """Makes a step at `rate` (see `tune`). Raises OptionError for state that the plan has no room for."""
+    def tune(self, rate: float | Groups) -> None:
+        """Sets the learning rate of the next step, see `seqpart.model.scheduler.tune`."""
         if isinstance(rate, tuple) or rate != self._rate:
             with self._state.tuned():
                 tune(self.optimizer, rate)
             self._rate = rate if isinstance(rate, float) else 1.0
+
+    def step(self) -> None:
+        """Makes a step. Raises OptionError for state that the plan has no room for."""
         take_step(self.optimizer)
         with self._told():
             self._state.settle()

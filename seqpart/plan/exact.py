@@ -49,10 +49,10 @@ def choose_exact(
     available = problem.limit - margin_of(problem.limit)
     if 1 in (problem.count, len(problem.starts or ())):  # in one partition all methods are one
         methods = methods[:1]
-    tried = [(method, fastest_of(problem, method, available)) for method in methods]
+    tried = [(method, _fastest_anywhere(problem, method, available)) for method in methods]
     found = [prediction for _, prediction in tried if prediction is not None]
     if not found:
-        raise _does_not_fit(problem, methods)
+        raise _does_not_fit(replace(problem, host_steps=problem.steps[-1]), methods)
     best = _simplest(found)
     why = _whys_of_pairs(best) if best.method.in_pairs else _whys(problem, best, available)
     best = replace(best, candidate=replace(best.candidate, why=why, seconds=best.seconds))
@@ -63,6 +63,13 @@ def _simplest(found: Sequence[Prediction]) -> Prediction:
     """The first prediction within the rates' error of the fastest: methods come in order of simplicity."""
     within = (1 + _SPEEDS_ERR) * min(prediction.seconds for prediction in found)
     return next(prediction for prediction in found if prediction.seconds <= within)
+
+
+def _fastest_anywhere(problem: Problem, method: Method, available: int) -> Prediction | None:
+    """The fastest plan with optimizer steps where they may be: on the host if that is faster, beyond the rates' error."""
+    ways = [fastest_of(replace(problem, host_steps=on_host, placed={}), method, available) for on_host in problem.steps]
+    found = [one for one in ways if one is not None]
+    return _simplest(found) if found else None
 
 
 def fastest_of(problem: Problem, method: Method, available: int) -> Prediction | None:
@@ -259,10 +266,23 @@ def _reasons(
         yield from _in_runs(candidate.why)
         yield f"boundaries wait on {tiers_in_words(candidate.resources.tiers)}"
         yield from _bound(best)
+    yield from _steps_in_words(problem, best)
     yield from candidate.heap_reason
     if candidate.micro_batch < problem.batch_size:
         asked = told.micro_batch if problem.micro_batch else "the largest that fits"
         yield f"micro-batch {candidate.micro_batch} of {problem.batch_size}: {asked}"
+
+
+def _steps_in_words(problem: Problem, best: Prediction) -> Iterator[str]:
+    """Says which partitions' optimizer steps are computed on the host, and why others' are not."""
+    host, parts = best.candidate.resources.host_steps, best.candidate.parts
+    if not host and problem.steps != (True,):
+        return
+    learning = [p for p, (_, _, cost) in enumerate(parts) if cost.trainable]
+    if host:
+        yield f"optimizer steps on the host, where weights and state rest: {_named(host)}"
+    if others := [p for p in learning if p not in host]:
+        yield f"optimizer steps on the device: {_named(others)} (their homes are on the disk, or they have running statistics)"
 
 
 def _bound(best: Prediction) -> Iterator[str]:
@@ -271,10 +291,13 @@ def _bound(best: Prediction) -> Iterator[str]:
         return
     near, parts = best.candidate.resources.at_host, range(len(best.candidate.parts))
     link = "the disk" if not near else "the device's link" if near.issuperset(parts) else "the device's link and the disk"
-    longer = link if best.moving > best.computing else "the computation"
+    longest = max(best.moving, best.computing, best.stepping)
+    longer = link if longest == best.moving else "the computation" if longest == best.computing else "optimizer steps"
+    steps = f", steps on the host for {best.stepping:.3g} s" if best.stepping else ""
     yield (
-        f"an update computes for {best.computing:.3g} s and transfers for {best.moving:.3g} s, both at the same time: it "
-        f"waits for {longer}{'' if longer == link else f', with transfers by {link}'}"
+        f"an update computes for {best.computing:.3g} s{steps} and transfers for {best.moving:.3g} s, "
+        f"{'all' if steps else 'both'} at the same time: it waits for {longer}"
+        f"{'' if longer == link else f', with transfers by {link}'}"
     )
 
 
@@ -282,9 +305,9 @@ def _as_saved(saved: Plan, best: Prediction) -> bool:
     """True if `best` makes the same choices for each partition as the saved plan."""
     now = best.candidate
     stays = saved.stays if best.method.stays else now.resources.stays
-    asked = saved.stays, saved.weights_stay, saved.keeps, saved.offloads, saved.graphs_at_host, saved.tiers
+    asked = saved.stays, saved.weights_stay, saved.keeps, saved.offloads, saved.graphs_at_host, saved.tiers, saved.host_steps
     graphs = now.keeps, now.offloads, now.resources.graphs_at_host
-    return asked == (stays, now.resources.weights_stay, *graphs, now.resources.tiers)
+    return asked == (stays, now.resources.weights_stay, *graphs, now.resources.tiers, now.resources.host_steps)
 
 
 def _shared(best: Prediction) -> str:

@@ -198,7 +198,8 @@ class Inputs:
         # Read once: a second plan, after a failed allocation, is made when the host pool has taken its share.
         self.host_free = host_memory_free()
         rows = min(self.largest_batch, self.train.count, 256)  # a rate, and not the memory of a whole batch
-        self.speeds = MEASURED.speeds(self.device, self.possible_optimizers()[0], rows, self.folder, self.dry)
+        optimizer, autocast = self.possible_optimizers()[0], self.settings.autocast
+        self.speeds = MEASURED.speeds(self.device, optimizer, rows, self.folder, self.dry, autocast)
 
     def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
         before = self.trials.held()

@@ -54,6 +54,8 @@ class PartitionPlan:
     """Place of its boundary (values that it is the first to take), and of their gradients, within an update."""
     why: str = ""
     """Why it stays or comes in turn, and why its graph waits where it does."""
+    optimizer_on: str = DEVICE
+    """Place where its optimizer step is computed: `device` or `host`."""
     rows_in_memory: bool = False
     """True if the rows that enter it lie in memory under the limit, instead of being read from the disk in every epoch."""
 
@@ -113,6 +115,11 @@ class Plan:
     def offloads(self) -> frozenset[int]:
         """Partitions whose graphs are offloaded."""
         return frozenset(p for p, part in enumerate(self.partitions) if part.graph not in (RECOMPUTED, KEPT))
+
+    @property
+    def host_steps(self) -> frozenset[int]:
+        """Partitions whose optimizer step is computed on the host."""
+        return frozenset(p for p, part in enumerate(self.partitions) if part.optimizer_on != DEVICE)
 
     @property
     def rows_in_memory(self) -> frozenset[int]:
@@ -252,7 +259,7 @@ def _of_today(found: dict[str, Any]) -> dict[str, Any]:
 
 def as_text_rows(plan: Plan) -> list[dict[str, Any]]:
     """One dict of printable cells for each partition."""
-    choices = bool(plan.stays or plan.weights_stay or plan.keeps or plan.tiers) and len(plan.partitions) > 1
+    choices = bool(plan.stays or plan.weights_stay or plan.keeps or plan.tiers or plan.host_steps) and len(plan.partitions) > 1
     return [
         {
             "partition": str(number),
@@ -277,4 +284,5 @@ def _choices(plan: Plan, number: int) -> dict[str, str]:
     graph = KEPT if part.graph == RECOMPUTED and number == last else part.graph
     where = {"boundary": part.boundary_tier} if plan.tiers else {}
     device = "stays" if part.stays else "weights stay" if part.weights_stay else "in turn"
-    return {"device": device, "graph": graph, **where}
+    step = {"optimizer step": part.optimizer_on} if plan.host_steps else {}
+    return {"device": device, "graph": graph, **where, **step}

@@ -15,7 +15,7 @@ from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method, PartitionLoss, PartitionTraining, Recovery, Workload
 from seqpart.model.blocks import Chain
 from seqpart.model.optimizers import Optimizer
-from seqpart.model.packs import tier_at
+from seqpart.model.packs import DEVICE, tier_at
 from seqpart.plan.exact import choose_exact, fastest_of
 from seqpart.plan.inputs import Inputs
 from seqpart.plan.plan import KEPT, RECOMPUTED, PartitionPlan, Plan, PlanRequest
@@ -72,7 +72,8 @@ class ExecutionPlan:
     partition_costs: tuple[PartitionCost, ...]
     speeds: Speeds
     loss: Callable[[int], PartitionLoss | None]
-    at_host: frozenset[int]
+    places: planning.HostPlaces
+    """The contents of the host pool beside boundaries."""
     host_pool_bytes: int
     exchange_bytes: int
     """Bytes of the host pool for boundaries."""
@@ -84,7 +85,7 @@ class ExecutionPlan:
         where they wait for their norm."""
         homes: dict[str, int] = {}
         waits = any(phase.defers_updates and phase.streams for phase, _ in counted(self.phases))
-        for p in sorted(self.at_host):
+        for p in sorted(self.places.homes):
             part, optimizer = self.plan.partitions[p], self.stages[0].optimizers[p]
             costs, blocks = self.costs[part.first : part.last], self.chain[part.first : part.last]
             for block, cost, state in zip(blocks, costs, state_layouts(blocks, costs, optimizer), strict=True):
@@ -111,7 +112,7 @@ class Planner(Inputs):
             starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
             cuts_behind=self.cuts_behind, every_learns=not self.exact, learns_alone=self.row_pack.has_one_that_learns,
             train_rows=self.epoch_rows, test_rows=self.test.count, saved=request.saved, auto=self.settings.method == "auto",
-            draft=request.draft,
+            draft=request.draft, steps=self._steps(request),
         )  # fmt: skip
 
     def _machine(self, request: PlanRequest, costs: Sequence[BlockCost]) -> planning.Machine:
@@ -227,16 +228,17 @@ class Planner(Inputs):
             costs, candidate.resources.graphs_at_host,
             planning.graphs_at_once(method, problem.batch_size, candidate.micro_batch),
         )  # fmt: skip
-        host_pool_bytes, at_host = self._host_tier(problem, exchange_bytes, rooms, candidate, row_packs)
+        places = self._host_places(problem, exchange_bytes, rooms, candidate, row_packs)
+        host_pool_bytes = exchange_bytes + places.nbytes
         plan = self._plan(
-            problem, method, candidate, training, costs, phases, reasons, row_packs, host_pool_bytes, at_host, recovery
+            problem, method, candidate, training, costs, phases, reasons, row_packs, host_pool_bytes, places.homes, recovery
         )
         ends = [(block_costs[last - 1].output_shape, last in self.chain.ends) for _, last, _ in candidate.parts]
         return ExecutionPlan(
             request=request, plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
             stages=self._stages(phases, candidate, recovery),
             row_packs=row_packs, input_layout=self.reading.layout, partition_costs=costs, speeds=self.speeds,
-            loss=lambda p: self.loss_for(method, request.label_bytes, p, *ends[p], self.device.torch), at_host=at_host,
+            loss=lambda p: self.loss_for(method, request.label_bytes, p, *ends[p], self.device.torch), places=places,
             host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes, graph_rooms=rooms,
         )  # fmt: skip
 
@@ -316,7 +318,7 @@ class Planner(Inputs):
         return Workload(
             train_rows=self.epoch_rows, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
             defers_updates=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
-            offloads=kept.offloads, recovery=stage, tests=self.settings.tests,
+            offloads=kept.offloads, host_steps=kept.resources.host_steps, recovery=stage, tests=self.settings.tests,
             synthetic_inputs=self.settings.sil_inputs == "synthetic", views=self.settings.views,
             one_value=planning.handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
         )  # fmt: skip
@@ -339,15 +341,28 @@ class Planner(Inputs):
             found.append(cost)
         return tuple(found)
 
-    def _host_tier(
+    def _host_places(
         self, problem: Problem, boundaries: int, rooms: planning.GraphRooms, candidate: Candidate,
         row_packs: Sequence[RowPack],
-    ) -> tuple[int, frozenset[int]]:  # fmt: skip
-        """(bytes of the host pool, partitions whose homes fit in it): boundaries, graphs, then homes in order, then rows."""
+    ) -> planning.HostPlaces:  # fmt: skip
+        """The contents of the host pool beside `boundaries` (bytes): graphs, then homes in order, then rows."""
         count = self.settings.views * self.train.count + self.test.count
         rows = self.reading.layout.home_bytes(count) + sum(pack.home_bytes(count) for pack in row_packs)
-        found = planning.host_places(problem, candidate.parts, boundaries, states=not self.alone, rows=rows, graphs=rooms)
-        return boundaries + found.nbytes, found.homes
+        problem = replace(problem, host_steps=bool(candidate.resources.host_steps))
+        return planning.host_places(problem, candidate.parts, boundaries, states=not self.alone, rows=rows, graphs=rooms)
+
+    def _steps(self, request: PlanRequest) -> tuple[bool, ...]:
+        """Places of optimizer steps that the plan may choose from: on the device (False), on the host (True)."""
+        asked, saved, method = self.settings.optimizer_on, request.saved, request.methods[0]
+        budget = self._host_budget()
+        if asked == "host" and not budget:
+            raise OptionError(
+                "--optimizer-on host: weights and optimizer state must be in host memory, and there is none for them. Give "
+                "--ram-limit."
+            )
+        if self.alone or method.in_pairs or method.has_subnets or asked == "device" or not budget:
+            return (False,)
+        return (True,) if asked == "host" else (False, True) if saved is None else (bool(saved.host_steps),)
 
     def _graph_tiers(self) -> tuple[str, ...]:
         """Tiers for offloaded graphs. With a GPU not the disk: the computing thread would wait for every copy between them."""
@@ -393,7 +408,8 @@ class Planner(Inputs):
                     tier=self.device.host_tier if p in at_host else "disk",
                     stays=method.stays or p in used.resources.stays, graph=self._graph_of(p, used),
                     weights_stay=p in used.resources.weights_stay,
-                    boundary_tier=tier_at(used.resources.tiers, p), rows_in_memory=p in candidate.rows,
+                    boundary_tier=tier_at(used.resources.tiers, p),
+                    optimizer_on="host" if p in used.resources.host_steps else DEVICE, rows_in_memory=p in candidate.rows,
                     why=used.why[p] if used.why else "",
                     peak=max(peaks[p], recovery.peak if recovery is not None else 0, self.runtime + self.trials.beyond),
                 )

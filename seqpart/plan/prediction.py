@@ -25,6 +25,7 @@ from seqpart.plan.problem import (
     host_boundaries,
     host_places,
     largest_boundary,
+    least_slot,
     sharing,
     tiers_by_room,
 )
@@ -50,6 +51,8 @@ class Prediction:
     computing: float
     moving: float
     """Seconds of transfers in one update; they may overlap with `computing`."""
+    stepping: float = 0.0
+    """Seconds of optimizer steps on the host in one update, which overlap with both."""
     works: tuple[int, ...]
     """Most bytes beside the slots, while each partition works."""
 
@@ -72,7 +75,7 @@ def first_that_learns(parts: Parts) -> int:
 def least_peak(problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources) -> int:
     """Lower bound of the peak in bytes, found without simulation."""
     costs = [cost for _, _, cost in parts]
-    held = sum(sorted((cost.slot for cost in costs), reverse=True)[: resources.slots])
+    held = sum(sorted((least_slot(problem, cost) for cost in costs), reverse=True)[: resources.slots])
     lowest = first_that_learns(parts)
     most = gradients = 0
     for p, cost in reversed(list(enumerate(costs))):
@@ -107,7 +110,8 @@ def predict(
         keeps, offloads, wanted = keeps - (wanted - places.graphs), offloads - (wanted - places.graphs), places.graphs
         places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
     resources = replace(
-        resources, label_row=problem.label_row, borrows=not method.stays, at_host=places.homes, graphs_at_host=wanted,
+        resources, label_row=problem.label_row, borrows=not method.stays, at_host=places.homes, host_steps=places.steps,
+        graphs_at_host=wanted,
         gradients_room=problem.defers_updates and len(parts) > 1 and not method.stays,
         graph_buffers=graph_buffer_bytes(costs, offloads - wanted if problem.machine.host_counts else offloads),
     )  # fmt: skip
@@ -119,14 +123,16 @@ def predict(
         sizes = heaps_of(problem, max(works), costs, streamed=not method.stays and len(parts) > 1)
         candidate = with_heap(problem, candidate, sizes, lambda one: peaks_by_partition(problem, one, walked, predicted_steps))
     peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
-    seconds, computing, moving = _seconds(predicted_steps, len(walked[0].partitions), problem.machine.contention)
+    seconds, computing, moving, stepping = _seconds(predicted_steps, len(walked[0].partitions), problem.machine.contention)
     return Prediction(
-        method=method, candidate=candidate, peak=peak, seconds=seconds, computing=computing, moving=moving, works=works
+        method=method, candidate=candidate, peak=peak, seconds=seconds, computing=computing, moving=moving, stepping=stepping,
+        works=works,
     )  # fmt: skip
 
 
-def _seconds(predicted_steps: Sequence[PredictedStep], count: int, contention: float) -> tuple[float, float, float]:
-    """(seconds, of computing, of transfers) of one update; a second of overlapped transfer adds `contention` seconds."""
+def _seconds(predicted_steps: Sequence[PredictedStep], count: int, contention: float) -> tuple[float, float, float, float]:
+    """(seconds, of computing, of transfers, of steps on the host) of one update; a second of overlapped transfer adds
+    `contention` seconds."""
     updates = [number for number, predicted in enumerate(predicted_steps) if predicted.step.verb is Verb.UPDATE]
     first, last = (updates[count - 1], updates[-1]) if len(updates) > count else (-1, updates[-1])
     steady = predicted_steps[first + 1 : last + 1]
@@ -134,7 +140,9 @@ def _seconds(predicted_steps: Sequence[PredictedStep], count: int, contention: f
     computed = sum(predicted.seconds for predicted in steady if predicted.step.verb not in (Verb.LOAD, Verb.DROP))
     began = predicted_steps[first].ends if first >= 0 else 0.0
     times = max(1, len(updates) // count - 1)
-    return (predicted_steps[last].ends - began + contention * moved) / times, computed / times, moved / times
+    stepped = sum(predicted.stepping for predicted in steady)
+    took = predicted_steps[last].ends - began + contention * moved
+    return took / times, computed / times, moved / times, stepped / times
 
 
 def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
@@ -149,7 +157,8 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
     work = Workload(
         train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
         defers_updates=problem.defers_updates, stays=candidate.resources.stays, keeps=candidate.keeps,
-        offloads=candidate.offloads, one_value=handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
+        offloads=candidate.offloads, host_steps=candidate.resources.host_steps,
+        one_value=handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
     )  # fmt: skip
     if method.in_pairs:
         return method.phases(work)
@@ -357,8 +366,10 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
             near = p in candidate.resources.at_host
             up, down = (speeds.up, speeds.down) if near else (speeds.read, speeds.write)
             whole = cost.slot + (cost.gradients if problem.defers_updates else 0)
+            if steps_at_host := p in candidate.resources.host_steps:  # new weights come in any case, and state never does
+                whole, read, written = whole - cost.state_slot, (visits - 1) * cost.weights, 0
             found.append(Option(p, Kind.STAY, whole, 0.0, read / up + written / down))
-            if cost.state:  # else its weights are all of it
+            if cost.state and not steps_at_host:  # else its weights are all of it
                 of_weights = visits * cost.weights / up + cost.rewritten / down
                 found.append(Option(p, Kind.WEIGHTS, cost.weights_slot, 0.0, of_weights))
     return [*found, *_near(problem, plain, micro_batches)]

@@ -115,6 +115,10 @@ class Problem:
     """A saved plan whose choices are reused if they fit."""
     auto: bool = False
     """True if each partition may stay on the device while others stream."""
+    steps: tuple[bool, ...] = (False,)
+    """Values of `host_steps` to choose from."""
+    host_steps: bool = False
+    """True if optimizer steps are computed on the host wherever they can be."""
     draft: bool = False
     """True if memory that is left over need not be spent well."""
     pair_rows: Callable[[int], int] = lambda rows: rows
@@ -358,6 +362,10 @@ class HostPlaces(NamedTuple):
     """Partitions whose homes are all in the pool."""
     graphs: frozenset[int]
     """Partitions whose graphs may wait in the pool."""
+    steps: frozenset[int] = frozenset()
+    """Partitions whose optimizer step is computed on the host: their homes are in the pool, and room for gradients."""
+    gradient_room: int = 0
+    """Bytes of each of the two pieces of the pool through which gradients come to these steps."""
 
 
 def host_places(
@@ -369,7 +377,7 @@ def host_places(
     """
     if not problem.machine.host_budget:
         return HostPlaces(0, frozenset(), frozenset())
-    key = (boundaries, rows, states, *graphs.items(), *(first for first, _, _ in parts))
+    key = (boundaries, rows, states, problem.host_steps, *graphs.items(), *(first for first, _, _ in parts))
     if key not in problem.placed:
         costs = problem.costs_at(micro_batches(problem)[0])
         waits = problem.defers_updates and states and len(parts) > 1  # gradients, at home, for their norm
@@ -382,13 +390,34 @@ def host_places(
             for cost, state in zip(costs, problem.states, strict=True)
         ]
         placed = [[size for home in homes[first:last] for size in home if size] for first, last, _ in parts]
-        groups = [*graphs.values(), *placed]
+        may_step = [p for p, (_, _, cost) in enumerate(parts) if problem.host_steps and steps_anywhere(cost)]
+        # On the CPU gradients are used where they are.
+        through = 0 if problem.machine.host_counts else max((parts[p][2].waiting for p in may_step), default=0)
+        rooms = [[round_up(through)] * GRADIENT_ROOMS] * bool(through)
+        groups = [*graphs.values(), *rooms, *placed]
         need = sum(map(sum, groups)) + rows
         budget = max(0, problem.machine.host_budget - boundaries)
         nbytes, fit = pieces_for(need, groups, budget, powers_of_two=not problem.machine.host_counts)
         held = frozenset(p for number, p in enumerate(graphs) if number in fit)
-        problem.placed[key] = HostPlaces(nbytes, frozenset(n - len(graphs) for n in fit if n >= len(graphs)), held)
+        first = len(graphs) + len(rooms)
+        at_host = frozenset(number - first for number in fit if number >= first)
+        steps = at_host.intersection(may_step) if not rooms or len(graphs) in fit else frozenset[int]()
+        problem.placed[key] = HostPlaces(nbytes, at_host, held, steps, round_up(through) if steps else 0)
     return problem.placed[key]
+
+
+GRADIENT_ROOMS = 2
+"""Pieces of host memory through which gradients come to steps on the host: one is filled while the other is used."""
+
+
+def steps_anywhere(cost: PartitionCost) -> bool:
+    """True if the partition's optimizer step may be computed where its homes are. Buffers that change are on the device."""
+    return cost.trainable and cost.parameters > 0 and not cost.buffers
+
+
+def least_slot(problem: Problem, cost: PartitionCost) -> int:
+    """Fewest bytes of a partition's slot, wherever its optimizer step is computed."""
+    return cost.slot_bytes(False, stateless=problem.host_steps and steps_anywhere(cost))
 
 
 def graph_rooms(parts: Sequence[PartitionCost], partitions: Iterable[int], at_once: int) -> GraphRooms:

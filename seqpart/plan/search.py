@@ -22,7 +22,7 @@ from seqpart.plan.prediction import (
     options_of,
     predict,
 )
-from seqpart.plan.problem import Parts, Problem, boundary_bytes
+from seqpart.plan.problem import Parts, Problem, boundary_bytes, least_slot
 from seqpart.plan.simulator import Resources
 
 _REPAIRS = 800
@@ -199,7 +199,7 @@ def _roughly(
             least, _ = heaps_of(problem, plain.working, [cost for _, _, cost in parts])
             simulated[key] = plain, least - problem.machine.growth - plain.working
         plain, holes = simulated[key]
-        peak = plain.peak + _slots(parts, resources) - _slots(parts, plain.candidate.resources)
+        peak = plain.peak + _slots(problem, parts, resources) - _slots(problem, parts, plain.candidate.resources)
         may_keep = problem.machine.may_keep_heap and not resources.tiers
         for heap in (True, False) if may_keep else (False,):
             kept = holes if heap else 0
@@ -208,8 +208,8 @@ def _roughly(
                 yield _Rough(parts, way, _least(problem, plain, way, max(0, available - peak - kept)))
 
 
-def _slots(parts: Parts, resources: Resources) -> int:
-    return sum(sorted((cost.slot for _, _, cost in parts), reverse=True)[: resources.slots])
+def _slots(problem: Problem, parts: Parts, resources: Resources) -> int:
+    return sum(sorted((least_slot(problem, cost) for _, _, cost in parts), reverse=True)[: resources.slots])
 
 
 def _least(problem: Problem, plain: Prediction, resources: Resources, left: int) -> float:

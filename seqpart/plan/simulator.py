@@ -4,6 +4,7 @@ The planner uses it to see which cut fits and how long it takes; a test runs the
 step by step.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,7 +65,9 @@ class Clock:
         self._ready: dict[int, float] = {}
         self._whole: dict[int, float] = {}
         """Times at which each partition's weights (`_ready`) and its optimizer state (`_whole`) are loaded."""
-        self._computing = self._reading = self._writing = 0.0
+        self._computing = self._reading = self._writing = self._stepping = 0.0
+        self._stepped: dict[int, float] = {}
+        """Times at which each partition's last step on the host is over."""
         self._graph_buffers = [0.0] * GRAPH_BUFFERS
         """Times at which the buffers are free."""
 
@@ -86,7 +89,7 @@ class Clock:
                 self._free.remove(slot)
                 self._taken.add(p)
             self._disk.forget(min(self._reading, self._computing))
-            self._ready[p] = self._moved(max(self._reading, slot), first * seconds, by_disk)
+            self._ready[p] = self._moved(max(self._reading, slot, self._stepped.get(p, 0.0)), first * seconds, by_disk)
             self._reading = self._whole[p] = self._moved(self._ready[p], (1 - first) * seconds, by_disk)
             return self._reading
         if step.verb is Verb.DROP:
@@ -98,13 +101,23 @@ class Clock:
             return self._writing
         return self._work(step, seconds, graph, boundary, times)
 
+    def step_on_host(self, p: int, seconds: float, gradients: float) -> float:
+        """Returns the time at which the device goes on, while its gradients leave and the host makes p's optimizer step."""
+        self._writing = max(self._writing, self._computing) + gradients
+        self._stepping = self._stepped[p] = max(self._stepping, self._writing) + seconds
+        return self._computing
+
+    def refresh(self, p: int, seconds: float) -> None:
+        """Loads the weights of a partition on the device again, after its step on the host."""
+        self._reading = self._ready[p] = max(self._reading, self._stepped.get(p, self._computing)) + seconds
+
     def _moved(self, begins: float, seconds: float, by_disk: bool) -> float:
         return self._disk.serve(begins, seconds) if by_disk else begins + seconds
 
     def _work(self, step: Step, seconds: float, graph: float, boundary: float, times: int) -> float:
         p, leaves = step.partition, step.verb is Verb.FORWARD
         graph_by_disk = p not in self._graphs_at_host
-        begins = max(self._computing, self._whole[p] if step.verb is Verb.UPDATE else self._ready[p])
+        begins = max(self._computing, self._whole.get(p, 0.0) if step.verb is Verb.UPDATE else self._ready[p])
         if graph:
             buffer = self._graph_buffers.pop(0)
             if not leaves:
@@ -142,6 +155,8 @@ class PredictedStep(NamedTuple):
     seconds: float
     moving: float
     """Seconds of transfers, which may overlap with the computation."""
+    stepping: float
+    """Seconds of an optimizer step on the host, which overlaps with both."""
     ends: float
 
 
@@ -165,6 +180,8 @@ class Resources:
     """True if the slot must have room for gradients."""
     at_host: frozenset[int] = frozenset()
     """Partitions whose homes are in host memory, and come and go by the device's link instead of the disk."""
+    host_steps: frozenset[int] = frozenset()
+    """Partitions of `at_host` whose optimizer step is computed on the host."""
     graphs_at_host: frozenset[int] = frozenset()
     """Partitions whose graphs are offloaded to host memory; other offloaded graphs go to the disk."""
     graph_buffers: int = 0
@@ -194,7 +211,7 @@ class Simulator:
         """Number of these that are held at once."""
         self._resources = resources = resources or Resources()
         shared = sorted((self._in_slot(p) for p in range(len(partitions)) if p not in resources.stays), reverse=True)
-        self._own = sum(partitions[p].slot for p in resources.stays)
+        self._own = sum(partitions[p].slot_bytes(False, stateless=p in resources.host_steps) for p in resources.stays)
         self._own += sum(partitions[p].weights_slot for p in resources.weights_stay)
         self._own += resources.graph_buffers
         self._shared = sum(shared[: resources.slots]) if resources.slots > 1 else 0
@@ -212,6 +229,10 @@ class Simulator:
         """Partitions whose weights stay and were loaded already."""
         self._stored: set[int] = set()
         """Partitions that have optimizer state at home."""
+        self._stale: set[int] = set()
+        """Partitions on the device whose weights a step on the host has changed since."""
+        self._leaving = 0
+        """The partition whose gradients are on their way to the host."""
         self.progress = Progress(phases, start)
         self._first = 1.0
         """Share of the last load that the computation waits for: weights, and not what the optimizer step needs."""
@@ -243,12 +264,25 @@ class Simulator:
         self.progress.begin(step)
         self.progress.finish(step)
         graph, boundary = self._graph_seconds(step), self._boundary_seconds(step)
-        moving = seconds if step.verb in _MOVES else graph + boundary
-        ends = self._clock.take(step, seconds, graph, boundary, times, first=self._first)
+        moving, stepping = seconds if step.verb in _MOVES else graph + boundary, 0.0
+        part, speeds = self._partitions[step.partition], self._speeds
+        if step.partition == self._leaving and step.verb not in (Verb.UPDATE, Verb.DROP):
+            self._free("leaving", self._leaving, 0)
+        if step.partition in self._stale and step.verb is not Verb.UPDATE:
+            self._stale.discard(step.partition)
+            if step.verb is not Verb.DROP:
+                moving += part.weights / speeds.up
+                self._clock.refresh(step.partition, part.weights / speeds.up)
+        if step.verb is Verb.UPDATE and self._steps_on_host(step) and speeds.down != math.inf:
+            loaded = step.partition in self.progress.loaded
+            stepping, moving = part.parameters / speeds.host_optimizer, part.gradients / speeds.down if loaded else 0.0
+            ends = self._clock.step_on_host(step.partition, stepping, moving)
+        else:
+            ends = self._clock.take(step, seconds, graph, boundary, times, first=self._first)
         slots, after = self._own + self._shared, self._now
         return PredictedStep(
             step, before, max(before, peak, after), after, slots,
-            times * read, times * written, times * seconds, times * moving, ends,
+            times * read, times * written, times * seconds, times * moving, stepping, ends,
         )  # fmt: skip
 
     def _graph_seconds(self, step: Step) -> float:
@@ -280,15 +314,21 @@ class Simulator:
         """Bytes of the `values` that wait in `tier`."""
         return sum(value.nbytes for value in values if self._handing.tier_of(value.number, self._resources.tiers) == tier)
 
+    def _steps_on_host(self, step: Step) -> bool:
+        return step.partition in self._resources.host_steps and self._phases[step.phase].trains(step.partition)
+
     def _in_slot(self, p: int) -> int:
-        return self._partitions[p].slot_bytes(self._resources.gradients_room, p in self._resources.weights_stay)
+        granted = self._resources
+        return self._partitions[p].slot_bytes(
+            granted.gradients_room, p in granted.weights_stay, stateless=p in granted.host_steps
+        )
 
     @property
     def _now(self) -> int:
         return self._own + self._shared + self._sum
 
     def _keep(self, kind: str, p: int, m: int, nbytes: int) -> None:
-        nbytes *= 1 if kind in ("gradients", "buffers") else self._alike
+        nbytes *= 1 if kind in ("gradients", "buffers", "leaving") else self._alike
         self._sum += nbytes - self._held.get((kind, p, m), 0)
         self._held[kind, p, m] = nbytes
 
@@ -346,6 +386,8 @@ class Simulator:
     def _update(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p, phase = step.partition, self._phases[step.phase]
         learns = phase.trains(p) and part.trainable
+        if self._steps_on_host(step):
+            return self._update_on_host(p, part)
         held, freed = self._now, self._free("gradients", p, 0) + self._free("buffers", p, 0)
         peak = held + (part.update_peak - freed if learns else 0)
         if phase.keeps_rows(p):
@@ -354,6 +396,20 @@ class Simulator:
         if learns or part.buffers:
             self._changed.add(p)
         return peak, 0, 0, part.parameters / self._speeds.optimizer if learns else 0.0
+
+    def _update_on_host(self, p: int, part: PartitionCost) -> tuple[int, int, int, float]:
+        """On the CPU gradients are used where they are; elsewhere they leave, which the next partition's wait for."""
+        self._stored.add(p)
+        if p in self.progress.loaded:
+            self._stale.add(p)
+        self._free("leaving", self._leaving, 0)
+        held, gradients = self._now, self._free("gradients", p, 0)
+        if self._speeds.down == math.inf:
+            own = gradients if p in self.progress.loaded else part.gradients  # those that waited at home are not held
+            return held + part.update_peak - own, 0, 0, part.parameters / self._speeds.optimizer
+        self._leaving = p
+        self._keep("leaving", p, 0, gradients)
+        return held, 0, 0, 0.0
 
     def _forward(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         phase, p, rows = self._phases[step.phase], step.partition, self._rows(step)

@@ -28,6 +28,8 @@ class Speeds:
     """Floating-point operations per second."""
     optimizer: float
     """Parameters updated per second."""
+    host_optimizer: float = math.inf
+    """Parameters updated per second by the processor, beside a device that is another."""
     read: float
     write: float
     """Bytes per second of the disk."""
@@ -50,13 +52,15 @@ class Speeds:
         return (cost.kept_share if keeps_heap else 1.0) * (timed + counted * (rows + self.half_rate_rows))
 
 
-def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path, dry: bool = False) -> Speeds:
+def measure_speeds(
+    device: Device, optimizer: Optimizer, rows: int, folder: Path, dry: bool = False, autocast: torch.dtype | None = None
+) -> Speeds:
     """Measures speeds for micro-batches of `rows` rows and homes under `folder`, where a `dry` run makes no visible file.
 
-    Raises StoreError where the folder cannot be written.
+    autocast: type of matrix products in mixed precision. Raises StoreError where the folder cannot be written.
     """
     if device.hardware is not None:
-        return speeds_of(device.hardware)
+        return speeds_of(device.hardware, autocast)
     _LOGGER.debug("the speed of the disk and of matrix products is measured")
     # First: its buffer is gone when the others come.
     read, write = probe_disk(existing(folder), hidden=dry, nbytes=MEASURED.disk_probe)
@@ -65,24 +69,17 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
     x = torch.ones(rows, 1024, dtype=torch.float32, device=device.torch)
 
     def matmul() -> None:
-        for _ in range(4):
-            x @ weight
+        with device.autocast(autocast):
+            for _ in range(4):
+                x @ weight
         device.wait(device.mark())
 
     matmul()
-    parameter = torch.nn.Parameter(weight[:256])
-    parameter.grad = torch.ones_like(parameter)
-    steps = optimizer.build([parameter])
-
-    def update() -> None:
-        take_step(steps)
-        device.wait(device.mark())
-
-    update()
     up, down = (math.inf, math.inf) if device.shares_memory else (_link(device, UP), _link(device, DOWN))
     return Speeds(
         flops=4 * 2 * rows * 1024**2 / seconds_of(matmul),
-        optimizer=parameter.numel() / seconds_of(update),
+        optimizer=_steps(device, optimizer, weight[:256]),
+        host_optimizer=math.inf if device.shares_memory else _steps(device, optimizer, torch.ones(1024, 4096)),
         read=read,
         write=write,
         up=up,
@@ -91,13 +88,27 @@ def measure_speeds(device: Device, optimizer: Optimizer, rows: int, folder: Path
     )
 
 
+def _steps(device: Device, optimizer: Optimizer, weight: torch.Tensor) -> float:
+    """Measures parameters per second of an optimizer step on `weight`, where that lies."""
+    parameter = torch.nn.Parameter(weight)
+    parameter.grad = torch.ones_like(parameter)
+    steps = optimizer.build([parameter])
+
+    def update() -> None:
+        take_step(steps)
+        device.wait(device.mark())
+
+    update()
+    return parameter.numel() / seconds_of(update)
+
+
 @dataclass(kw_only=True, slots=True)
 class Measurements:
     """How plans measure the process and the machine they are made for: a test gives them a machine that is known."""
 
     runtime: Callable[[Device], int] = measure_runtime
     """Bytes that libraries hold."""
-    speeds: Callable[[Device, Optimizer, int, Path, bool], Speeds] = measure_speeds
+    speeds: Callable[[Device, Optimizer, int, Path, bool, torch.dtype | None], Speeds] = measure_speeds
     disk_probe: int = 64 << 20
     """Bytes that are written and read to measure the disk."""
 
@@ -137,10 +148,15 @@ def _link(device: Device, way: str) -> float:
     return _PROBE / seconds_of(copy)
 
 
-def speeds_of(hardware: Hardware) -> Speeds:
-    """Speeds from a table, at the rate of large products: a row of tokens or pixels is one, and so is a simulated kernel."""
+def speeds_of(hardware: Hardware, autocast: torch.dtype | None = None) -> Speeds:
+    """Speeds from a table, at the rate of large products: a row of tokens or pixels is one, and so is a simulated kernel.
+
+    Products in float32 take the rate of TF32 where the program allows that (torch.set_float32_matmul_precision("high")).
+    """
+    exact = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "float32"
     return Speeds(
-        flops=hardware.flops["float32"], optimizer=hardware.optimizer, read=hardware.disk_read, write=hardware.disk_write,
+        flops=hardware.flops["bfloat16" if autocast is torch.bfloat16 else exact], optimizer=hardware.optimizer,
+        host_optimizer=hardware.host_optimizer, read=hardware.disk_read, write=hardware.disk_write,
         up=hardware.h2d, down=hardware.d2h, copy=hardware.memory_bandwidth / 2, half_rate_rows=0,
     )  # fmt: skip
 

@@ -95,9 +95,11 @@ class PartitionCost:
         """Bytes of weights alone in the slot, page by page: these stay where the optimizer state comes and goes."""
         return self.slot - self.state_slot
 
-    def slot_bytes(self, gradients: bool, weights_stay: bool = False) -> int:
-        """Bytes of its slot, with room for waiting `gradients` or without, and without weights that stay elsewhere."""
-        return self.slot + (self.waiting if gradients else 0) - (self.weights_slot if weights_stay else 0)
+    def slot_bytes(self, gradients: bool, weights_stay: bool = False, *, stateless: bool = False) -> int:
+        """Bytes of its slot, with room for waiting `gradients` or without, and without weights that stay elsewhere, or
+        optimizer state that is never loaded."""
+        beside = (self.weights_slot if weights_stay else 0) + (self.state_slot if stateless else 0)
+        return self.slot + (self.waiting if gradients else 0) - beside
 
 
 @dataclass(frozen=True, slots=True)

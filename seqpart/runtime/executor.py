@@ -152,6 +152,7 @@ class Executor:
         if self.position.phase == self.step.phase:  # else the end of the phase has checked already
             self.compute.refuse_divergence(self.step.phase, done if phase.kind is PhaseKind.TRAIN else None)
         for partition in self._loaded.values() if weights else ():
+            partition.refresh()
             if name := _spoilt_weight(partition):
                 where = f"update {done or phase.updates} of {phase}" if phase.kind is PhaseKind.TRAIN else str(phase)
                 raise Diverged(f"training diverged: {name} is not finite after {where}.")
@@ -185,8 +186,9 @@ class Executor:
             if self._takes_slot(step) and not self._slots.has_free(step.partition, self._needs(step)):
                 return
             here = {*self._loaded, *self._coming}
-            if any(lender.number in here for lender in self._partitions[step.partition].lenders):
-                return  # the tied weights that it would borrow are not saved yet
+            partition = self._partitions[step.partition]
+            if partition.awaits_step or any(one.number in here or one.awaits_step for one in partition.lenders):
+                return  # its weights, or the tied ones that it would borrow, are not saved yet
             try:
                 self._begin(step)
             except Exception as error:
@@ -266,7 +268,7 @@ class Executor:
         return traffic
 
     def _update(self, step: Step) -> tuple[int, int]:
-        phase, partition = self._phases[step.phase], self._loaded[step.partition]
+        phase, partition = self._phases[step.phase], self._partitions[step.partition]
         partition.finish_state()
         if self._device.shares_memory:  # the number is in host memory: nothing has to synchronize
             self.compute.refuse_divergence(step.phase, self.position.updates + 1)
@@ -278,7 +280,8 @@ class Executor:
         if self._clip is not None and phase.trains(step.partition):
             total = total_norm([self._norms[place] for place in sorted(self._norms)])
             clip = (self._clip, total) if total is not None else None
-        partition.update(self._rate(phase, self.position.updates), clip)
+        stays = step.partition not in phase.streams
+        partition.update(self._rate(phase, self.position.updates), clip, stays=stays)
         if partition.optimizer is not None and phase.trains(step.partition):
             self.learning_rate = partition.optimizer.param_groups[0].get("lr")
             self.gradient_norm = clip[1] if clip is not None else None

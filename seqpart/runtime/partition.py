@@ -30,9 +30,14 @@ from seqpart.profile.partition import Flow, borrowed_costs, gradient_layouts, sl
 from seqpart.runtime.boundary_io import clone_as_it_lies
 from seqpart.runtime.buffers import BufferSnapshots
 from seqpart.runtime.graph_offload import Graph, GraphOffload, packing
-from seqpart.runtime.slots import Slot, Wait, bring_back, divided
+from seqpart.runtime.host_steps import HostSteps
+from seqpart.runtime.slots import Slot, Wait, at_once, bring_back, divided
 from seqpart.store.layout import Layout
 from seqpart.store.store import Store, Transfer
+
+Learning = tuple[str, tuple[int, int], nn.Parameter]
+"""(name in its block, place in the model, parameter)."""
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Partition:
@@ -41,13 +46,14 @@ class Partition:
     def __init__(
         self, number: int, blocks: Sequence[Block], costs: Sequence[BlockCost], store: Store, device: Device,
         *, optimizer: Optimizer, seed: int, autocast: torch.dtype | None = None, borrows: bool = True,
-        weights_stay: bool = False,
+        weights_stay: bool = False, host_steps: HostSteps | None = None,
     ) -> None:  # fmt: skip
+        """host_steps: makes its optimizer steps where its homes are; None: they are made on the device."""
         self.number, self.blocks, self.weights_stay = number, blocks, weights_stay
         self._costs, self._store, self._device = costs, store, device
         flow = Flow(costs)
         self.entering, self.leaving, self._written, self._used_up = flow.came, flow.leaving, flow.written, flow.used_up(costs)
-        self._choice, self._seed, self._autocast = optimizer, seed, autocast
+        self._choice, self._seed, self._autocast, self._host_steps = optimizer, seed, autocast, host_steps
         self.tied = [(block, tie) for block in blocks for tie in block.tied if tie.owner not in blocks]
         """(block, tie): parameters used here whose home is in another partition."""
         self._borrows, self.lenders = borrows, list[Partition]()
@@ -60,6 +66,10 @@ class Partition:
         """Weak reference to the optimizer of the last visit: alive only if somebody else holds it."""
         self.trainable: dict[tuple[int, int], nn.Parameter] = {}
         """Parameters that learn in this visit, by their places in the model."""
+        self._learning: list[dict[str, tuple[int, int]]] = []
+        """{name: place} of these parameters, for each block, also after the visit."""
+        self._stale = self._refreshes = False
+        """True if a step on the host has changed the weights since they were loaded; if it loads them again itself."""
         self._modules: list[list[nn.Module]] = []
         """All submodules of each block, because walking them by name at every step takes longer than a small step."""
         self._buffered = {block: cost.changing for block, cost in zip(blocks, costs, strict=True) if cost.changing}
@@ -70,16 +80,26 @@ class Partition:
         self._filled = self.unsaved = False
         """True if `_own` holds the weights; true if they are newer than their homes."""
         self._regions: list[list[torch.Tensor]] = []
-        self.transfer = self._weights = self._state = Transfer(device)
-        """The last transfer, in or out, which the next one waits for; of a load, its weights, and its optimizer state."""
+        self._moved = self._weights = self._state = self._stepping = Transfer(device)
+        """The last transfer, in or out; of a load, its weights, and its optimizer state; the last step on the host."""
         self._to_update = self.changed = False
         self._waiting: list[str] | None = None
         """Names of parameters whose gradients are at home."""
         self._graphs: dict[int, Graph] = {}
 
     @property
+    def transfer(self) -> Transfer:
+        """The last transfer and step on the host, which the next load waits for."""
+        return self._moved.with_other(self._stepping)
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self._adopted.optimizer if self._adopted is not None else None
+
+    @property
+    def awaits_step(self) -> bool:
+        """True if its gradients wait at home for a step on the host."""
+        return self._host_steps is not None and self._waiting is not None
 
     @property
     def _weight_bytes(self) -> int:
@@ -87,6 +107,7 @@ class Partition:
 
     def needs(self, *, to_update: bool, gradients: bool) -> int:
         """Bytes of the slot for this visit. gradients: they will be offloaded, or loaded again."""
+        to_update = to_update and self._host_steps is None
         kept = gradients or (to_update and self._waiting is not None)
         borrowed = sum(cost.layout.padded_nbytes for cost in self._borrowed.values())
         own = self._weight_bytes if self.weights_stay else 0
@@ -131,11 +152,13 @@ class Partition:
         self._weights = self._store.begin_get(weights, ready) if waits else Transfer(self._device)
         self._state = self._store.begin_get(states, ready) if slot is not None else Transfer(self._device)
         # A visit without a slot waits for nothing, and state of the last one may still be being saved.
-        self.transfer = self._weights.with_other(self._state).with_other(self.transfer.going_on())
+        self._moved = self._weights.with_other(self._state).with_other(self._moved.going_on())
 
     def finish_load(self, *, learns: bool) -> int:
         """Waits for the weights and makes the modules' tensors views of the slot. Returns the bytes read from disk."""
         self._weights.follow()
+        if self._host_steps is not None:
+            self._host_steps.free_gradients(self.number)
         self._filled = self._own is not None
         self._attach()
         if self._filled:
@@ -161,27 +184,45 @@ class Partition:
         for block in self.blocks:
             block.module.train()  # at least once: a module's own train() may leave some submodules as they are
         self._modules = [list(block.module.modules()) for block in self.blocks]
-        self.trainable = {
-            (block.places.get(name, block.number), number): parameter
+        self._learning = [
+            {
+                name: (block.places.get(name, block.number), number)
+                for number, (name, parameter) in enumerate(block.module.named_parameters())
+                if parameter.requires_grad and name in cost.trainable
+            }
             for block, cost in zip(self.blocks, self._costs, strict=True)
-            for number, (name, parameter) in enumerate(block.module.named_parameters())
-            if parameter.requires_grad and name in cost.trainable
-        }
+        ]
+        self.trainable = {place: parameter for own in self._parameters() for _, place, parameter in own}
+
+    def _parameters(self) -> list[list[Learning]]:
+        """Returns (name, place, parameter on the device) of those that learn, for each block."""
+        return [
+            [(name, places[name], p) for name, p in block.module.named_parameters() if name in places]
+            for block, places in zip(self.blocks, self._learning, strict=True)
+        ]
 
     def _build_optimizer(self) -> None:
-        if not self.trainable:
-            return
-        in_order, names = [self.trainable[place] for place in sorted(self.trainable)], list[str]()
-        if self._choice.named:
-            known = {id(p): block.exported(name) for block in self.blocks for name, p in block.module.named_parameters()}
-            names = [known[id(parameter)] for parameter in in_order]
-        self._adopted = self._choice.adopt(self._choice.build(in_order, names))
-        self.built = weakref.ref(self._adopted.optimizer)
-        for block, cost, layout, region in zip(self.blocks, self._costs, self._states, self._regions[2], strict=True):
-            if not (begun := block.state_home in self._store):
+        for block, region in zip(self.blocks, self._regions[2], strict=True):
+            if block.state_home not in self._store and self.trainable:
                 region.zero_()
-            named = [(name, p) for name, p in block.module.named_parameters() if p.requires_grad and name in cost.trainable]
-            self._adopted.take(named, layout.views(region), block.exported, begun=begun)
+        begun = [block.state_home in self._store for block in self.blocks]
+        self._adopt(self._parameters(), self._regions[2], begun)
+
+    def _adopt(self, parameters: Sequence[Sequence[Learning]], states: Sequence[torch.Tensor], begun: Sequence[bool]) -> None:
+        """Builds the optimizer of `parameters`, (name, place, parameter) for each block, with `states` as their state.
+
+        begun: true for blocks that have made a step before.
+        """
+        every = zip(self.blocks, parameters, strict=True)
+        by_place = {place: (block.exported(name), p) for block, own in every for name, place, p in own}
+        if not by_place:
+            return
+        in_order = [by_place[place] for place in sorted(by_place)]
+        names = [name for name, _ in in_order] if self._choice.named else []
+        self._adopted = self._choice.adopt(self._choice.build([parameter for _, parameter in in_order], names))
+        self.built = weakref.ref(self._adopted.optimizer)
+        for block, own, layout, region, made in zip(self.blocks, parameters, self._states, states, begun, strict=True):
+            self._adopted.take([(name, p) for name, _, p in own], layout.views(region), block.exported, begun=made)
 
     def _fetch_gradients(self) -> None:
         if self._waiting is None:
@@ -197,6 +238,7 @@ class Partition:
 
     def forward(self, taken: Pack, *, training: bool, key: tuple[int, ...], around: Around = as_it_is) -> Pack:
         """Maps incoming values to outgoing ones; the random state of each block is a function of `key` and the block."""
+        self.refresh()
         values = dict(taken)  # training must not write into it: it may be needed again, and a leaf cannot be changed in place
         for value in self._written if training else ():
             values[value.number] = clone_as_it_lies(values[value.number])
@@ -270,23 +312,101 @@ class Partition:
     def finish_state(self) -> None:
         """Makes all work issued from now on wait for the optimizer state."""
         self._follow_state()
-        if self._adopted is not None:
+        if self._adopted is not None and self._host_steps is None:
             self._adopted.restore()
 
     def _follow_state(self) -> None:
         self._state.follow()
         self._state = Transfer(self._device)  # nothing to wait for in further steps of this visit
 
-    def update(self, rate: float | Groups = 1.0, clip: tuple[float, torch.Tensor] | None = None) -> None:
-        """Makes an optimizer step at `rate` (see `tune`), with gradients clipped by `clip` (limit, total norm), then freed."""
+    def update(
+        self, rate: float | Groups = 1.0, clip: tuple[float, torch.Tensor] | None = None, *, stays: bool = False
+    ) -> None:  # fmt: skip
+        """Makes an optimizer step at `rate` (see `tune`), with gradients clipped by `clip` (limit, total norm), then freed.
+
+        stays: it is not dropped before its next forward pass, so that weights of a step on the host are loaded at once.
+        """
+        if self._host_steps is not None and any(self._learning):
+            self._update_on_host(self._host_steps, rate, clip, stays=stays)
+            return
         self.finish_state()
         if clip is not None and self.trainable:
             nn.utils.clip_grads_with_norm_(list(self.trainable.values()), *clip)
         if self._adopted is not None:
-            self._adopted.step(rate)
+            self._adopted.tune(rate)
+            self._adopted.step()
         self.buffers.forget()
         self.changed = self.changed or self._adopted is not None or bool(self._buffered)
         self.forget_gradients()
+
+    def _update_on_host(
+        self, host: HostSteps, rate: float | Groups, clip: tuple[float, torch.Tensor] | None, *, stays: bool
+    ) -> None:  # fmt: skip
+        """Begins an optimizer step where the homes are, with gradients from the device, or from home if they waited there."""
+        store, before, at_home = self._store, self.transfer, self._waiting if not self._regions else None
+        begun = [block.state_home in store for block in self.blocks]
+        parameters, states, taken = list[list[Learning]](), list[torch.Tensor](), list[list[str]]()
+        for block, cost, layout, own in zip(self.blocks, self._costs, self._states, self._learning, strict=True):
+            views = cost.layout.views(store.in_place(block.home, cost.layout)) if own else {}
+            parameters.append([(name, place, nn.Parameter(views[name])) for name, place in own.items()])
+            states.append(store.in_place(block.state_home, layout) if own and layout.specs else _NOTHING)
+            if at_home is None:
+                taken.append([name for name, place in own.items() if self.trainable[place].grad is not None])
+            else:
+                taken.append([name for name in own if f"{block.home}.{name}" in at_home])
+
+        def places(regions: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            every = zip(self._gradients, regions, taken, strict=True)
+            found = ((layout.views(region), names) for layout, region, names in every if names)
+            return [views[name] for views, names in found for name in names]
+
+        if at_home is not None:
+            homes = zip(self.blocks, self._gradients, taken, strict=True)
+            gradients = places([store.in_place(b.gradient_home, layout) if some else _NOTHING for b, layout, some in homes])
+        else:
+            here = [self.trainable[own[name]].grad for own, names in zip(self._learning, taken, strict=True) for name in names]
+            given = [gradient for gradient in here if gradient is not None]
+            gradients = host.bring(self.number, given, lambda room: places(divided(room, [self._gradients])[0]))
+        self._adopt(parameters, states, begun)
+        adopted, clip = self._adopted, None if clip is None else (clip[0], self._device.download(clip[1]))
+        assert adopted is not None
+        adopted.restore()
+        adopted.tune(rate)
+        learning = [p for own, names in zip(parameters, taken, strict=True) for name, _, p in own if name in names]
+
+        def step() -> None:
+            before.wait()
+            for parameter, gradient in zip(learning, gradients, strict=True):
+                parameter.grad = gradient
+            if clip is not None:
+                nn.utils.clip_grads_with_norm_(learning, *clip)
+            adopted.step()
+            adopted.write()
+            for parameter in learning:
+                parameter.grad = None
+            if stays:
+                self._weights = self._get_weights()
+
+        self._stale, self._refreshes, self._waiting = bool(self._regions), stays, None
+        self._stepping = host.begin(step)
+        self.buffers.forget()
+        self.forget_gradients()
+
+    def _get_weights(self) -> Transfer:
+        """Starts to load the weights that a step on the host has made."""
+        return self._store.begin_get(zip((b.home for b in self.blocks), self._regions[0], strict=True), at_once)
+
+    def refresh(self) -> None:
+        """Makes all work issued from now on see the weights that the last step on the host has made."""
+        if not self._stale:
+            return
+        assert self._host_steps is not None
+        self._stepping.follow()
+        if not self._refreshes:
+            self._weights = self._get_weights()
+        self._weights.follow()
+        self._stale = self._refreshes = False
+        self._host_steps.free_gradients(self.number)
 
     def tested(self) -> None:
         """After a forward pass in evaluation mode: buffers that it changed stay changed, as in a plain loop."""
@@ -335,8 +455,8 @@ class Partition:
                 (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[2], strict=True) if s.specs
             ]
         self.changed = False
-        self.transfer = self._begin_put(items, checksummed=not again).with_other(self.transfer.going_on())
-        return self.transfer
+        self._moved = self._begin_put(items, checksummed=not again).with_other(self._moved.going_on())
+        return self._moved
 
     def _weights_home(self) -> list[tuple[str, Layout, torch.Tensor]]:
         """Returns (home, layout, region) of each block whose weights or buffers may have changed."""
@@ -349,7 +469,7 @@ class Partition:
     def save_weights(self) -> Transfer:
         """Starts to save the weights that stay on the device, whether the partition is loaded or not."""
         put = self._begin_put(self._weights_home(), checksummed=False)
-        self.transfer = put.with_other(self.transfer.going_on())
+        self._moved = put.with_other(self._moved.going_on())
         return put
 
     def begin_drop(
@@ -364,11 +484,14 @@ class Partition:
         if self._graphs or gradients:  # a later visit makes the update: buffers must not be saved before it
             self.buffers.leave()
         self.buffers.end_visit()
+        if self._refreshes:
+            self.refresh()
         self._follow_state()  # also if no optimizer step was made
         waiting = self._gradients_home() if gradients else Transfer(self._device)
         keep_state = keep_state or self._choice.average is not None  # the moving average is the run's result
         saved = self.save(keep_state=keep_state, again=again, weights=not (self.weights_stay and stay))
         if not keep_state:
+            self._stepping.wait()
             for block in [block for block, state in zip(self.blocks, self._states, strict=True) if state.specs]:
                 self._store.discard(block.state_home)
         slot, mark = self._slot, self._device.mark()
@@ -378,7 +501,7 @@ class Partition:
             saved.follow()
             waiting.follow()
 
-        self.transfer = saved.with_other(waiting)
+        self._moved = saved.with_other(waiting)
         self._let_go()
         return slot, free, saved.nbytes + waiting.nbytes
 
@@ -404,14 +527,15 @@ class Partition:
             others = [] if self._borrows else [tie.name for other, tie in self.tied if other is block]
             detach(block.module, [*others, *block.buffers_made])
         self.buffers.forget()
-        self._adopted, self._slot, self._regions = None, None, []
+        self._adopted, self._slot, self._regions, self._stale = None, None, [], False
         self.trainable, self._modules, self.changed = {}, [], False
 
     def release(self) -> None:
         """Frees all device memory, whatever happened before."""
         for transfer in self.transfer, self._state:
             transfer.settle()  # its bytes must not arrive in freed memory
-        self.transfer = self._state = Transfer(self._device)  # nor may its error reach the next visit
+        self._weights.settle()  # which a step on the host may have begun
+        self._moved = self._state = self._stepping = Transfer(self._device)  # nor may its error reach the next visit
         self._graphs, self._waiting = {}, None
         self.buffers.release()
         self._own, self._filled, self.unsaved = None, False, False

@@ -300,6 +300,7 @@ class Run:
                 p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], self.homes.store,
                 self._device, optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=granted.borrows,
                 weights_stay=p in granted.weights_stay,
+                host_steps=self.homes.host_steps if p in granted.host_steps else None,
             )
             for p, (part, optimizer) in enumerate(zip(prepared.plan.partitions, stage.optimizers, strict=True))
         ]  # fmt: skip

@@ -24,9 +24,10 @@ from seqpart.model.blocks import Block
 from seqpart.model.tensors import attach, bring_to_cpu, detach, layout_of, tensors_of
 from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
-from seqpart.plan.problem import GraphRooms
+from seqpart.plan.problem import GRADIENT_ROOMS, GraphRooms
 from seqpart.profile.machine import existing
 from seqpart.report.reporter import EVENTS, Reporter
+from seqpart.runtime.host_steps import HostSteps
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import Position
 from seqpart.settings import Settings
@@ -58,6 +59,11 @@ class WeightStore:
         self.boundary_room = pool.take(room) if pool is not None and room else None
         self._graphs: dict[int, list[torch.Tensor]] = {}
         self.graph_rooms(prepared.graph_rooms)
+        through = prepared.places.gradient_room
+        rooms = [pool.take(through) for _ in range(GRADIENT_ROOMS if through else 0)] if pool is not None else []
+        self.host_steps = HostSteps(device, [room for room in rooms if room is not None]) if prepared.places.steps else None
+        if self.host_steps is not None:
+            stack.callback(self.host_steps.close)
         self.store = Store(scratch.homes, device, pool)
         stack.callback(self.store.close)
         if not prepared.method.alone:

@@ -91,6 +91,8 @@ class Phase:
     """Partitions that keep the graph of FORWARD for BACKWARD, instead of recomputing it."""
     offloads: frozenset[int] = frozenset()
     """Those of `keeps` whose graphs are offloaded in between."""
+    host_steps: frozenset[int] = frozenset()
+    """Partitions whose optimizer step is computed on the host, where their weights and optimizer state rest."""
     stage: int = 0
     """Optimizer state lives as long as a stage: recovery begins a new one."""
     within: EpochSlice = EpochSlice()
@@ -178,6 +180,10 @@ class Phase:
 
     def trains(self, p: int) -> bool:
         return self.kind is PhaseKind.TRAIN and self.partition <= p <= self.last and p not in self.frozen
+
+    def loads_state(self, p: int) -> bool:
+        """True if p's optimizer state is loaded to the device, since p learns and its step is computed there."""
+        return self.trains(p) and p not in self.host_steps
 
     def keeps_graph(self, p: int) -> bool:
         """True if p keeps its graph. The last partition runs forward in its BACKWARD, those below `lowest` have no BACKWARD."""

@@ -34,14 +34,15 @@ class Progress:
         """Checks a step before it runs. Raises ScheduleError, naming the step, if it breaks a rule.
 
         Rules: a partition is loaded before it is used, never twice at once, at most `at_once` at a time; an update follows
-        work on the same partition; gradients are never lost; homes are cut and put back while nothing is loaded.
+        work on the same partition; gradients are never lost; homes are cut and put back while nothing is loaded. An update of a
+        partition that is not loaded is a step on the host, with gradients that wait at home.
         """
         if step.verb in REWRITES_HOMES:
             if self.loaded:
                 raise ScheduleError(f"{step}: partitions {sorted(self.loaded)} are loaded, and homes are to be cut or put back")
         elif step.verb is Verb.LOAD:
             self._load(step)
-        elif step.partition not in self.loaded:
+        elif step.partition not in self.loaded and not (step.verb is Verb.UPDATE and step.partition in self.away):
             raise ScheduleError(f"{step}: partition {step.partition} is not loaded")
         elif step.verb is Verb.UPDATE:
             self._update(step)
@@ -65,8 +66,9 @@ class Progress:
         p = step.partition
         if p not in self._worked | self._gradients:
             raise ScheduleError(f"{step}: no forward or backward came before this update")
-        if p in self.away:
+        if p in self.away and p in self.loaded:
             raise ScheduleError(f"{step}: partition {p} left its gradients at home")
+        self.away.discard(p)
         self._worked.discard(p)
         self._gradients.discard(p)
 

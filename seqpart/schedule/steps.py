@@ -114,7 +114,7 @@ def _depth_first(phase: Phase, index: int, loaded: _Loaded, first_update: int) -
     for p in [p for p in loaded if p not in phase.partitions]:
         yield from loaded.send(p, max(index - 1, 0))
     for p in phase.partitions:
-        yield from loaded.bring(p, phase, index, to_update=phase.trains(p))
+        yield from loaded.bring(p, phase, index, to_update=phase.loads_state(p))
     training = phase.kind is PhaseKind.TRAIN
     for m, span in phase.spans(first_update):
         # A training phase's last partition runs forward in its BACKWARD, if it has one.
@@ -143,7 +143,7 @@ def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> It
     waiting = []
     for p in range(first, last + (lowest > last)):
         streams = p in phase.streams
-        yield from loaded.bring(p, phase, index, to_update=not streams and phase.trains(p))
+        yield from loaded.bring(p, phase, index, to_update=not streams and phase.loads_state(p))
         yield from (Step(Verb.FORWARD, p, m, index) for m in micro_batches)
         if training and p < lowest:
             yield Step(Verb.UPDATE, p, phase=index)
@@ -152,7 +152,7 @@ def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> It
     for p in range(last, lowest - 1, -1):
         streams = p in phase.streams
         waits = phase.defers_updates and phase.trains(p) and not (streams and p == lowest)
-        yield from loaded.bring(p, phase, index, to_update=phase.trains(p) and not (streams and waits))
+        yield from loaded.bring(p, phase, index, to_update=phase.loads_state(p) and not (streams and waits))
         yield from (Step(Verb.BACKWARD, p, m, index) for m in micro_batches)
         if waits:
             waiting.append(p)
@@ -161,7 +161,7 @@ def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> It
         if streams and (p > first or phase.streams.intersection(waiting)):
             yield from loaded.send(p, index, gradients=waits)
     for p in reversed(waiting):
-        streams = p in phase.streams
+        streams = p in phase.streams - phase.host_steps  # a step on the host takes gradients from where they wait
         if streams:
             yield from loaded.bring(p, phase, index, to_update=True)
         yield Step(Verb.UPDATE, p, phase=index)

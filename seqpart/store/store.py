@@ -199,6 +199,17 @@ class Store:
         home = self._homes[name]
         return home.now.path if home.host is None and home.now is not None else None
 
+    def in_place(self, name: str, layout: Layout) -> torch.Tensor:
+        """Returns the host memory of a home, a new one of zeros if there is none, whose bytes the caller is about to change. No
+        put or get of it may be underway."""
+        is_new = name not in self._homes
+        home = self._place(name, layout)
+        assert home.host is not None, f"{name} was planned to be in host memory"
+        if is_new:
+            home.host.zero_()
+        self._will_change(home, self._epoch)
+        return home.host
+
     def checksum(self, name: str) -> int:
         now = self._homes[name].now
         return now.checksum if now is not None else 0

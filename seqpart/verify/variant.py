@@ -252,7 +252,8 @@ def train_plainly(session: Run, model: object, updates: int) -> dict[tuple[int, 
                     parameter.grad.mul_(scale)
             if settings.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(plain.parameters(), settings.clip_grad_norm)
-            adopted.step(rate(phase, number))
+            adopted.tune(rate(phase, number))
+            adopted.step()
             adopted.optimizer.zero_grad(set_to_none=True)
             left -= 1
             if not left:

@@ -103,7 +103,14 @@ def verify(
     reporter = reporter or Reporter(quiet=True)
     _refuse(steps, reference, sweep, options)
     with own_folder(Path(options.get("offload_dir") or "runs"), "verify-") as folder, ExitStack() as stack:
-        options = {**options, "offload_dir": None, "output_dir": folder / "run", "save_every": "never"}
+        # Weights, gradients and state are compared on the device, right before each step.
+        options = {
+            **options,
+            "offload_dir": None,
+            "output_dir": folder / "run",
+            "save_every": "never",
+            "optimizer_on": "device",
+        }
         options = {"method": "streamed", **options} if reuse is None else {**options, "method": _method_for(reuse, options)}
 
         def planned(_: ExitStack, tiled: object) -> tuple[Variant, Callable[..., Trainer]]:

@@ -20,7 +20,8 @@ from seqpart.train import Job, main
 from tests.command import SMALL, Ran, call, files, refused, run
 
 FLAGS = {
-    "--mem-limit", "--method", "--device", "--ram-limit", "--offload-dir", "--output-dir", "--overwrite", "--epochs",
+    "--mem-limit", "--method", "--device", "--ram-limit", "--optimizer-on", "--offload-dir", "--output-dir", "--overwrite",
+    "--epochs",
     "--batch-size", "--micro-batch-size", "--loss", "--lr", "--optimizer", "--weight-decay", "--no-decay",
     "--label-smoothing", "--mixup", "--cutmix", "--export-every", "--keep-exports",
     "--freeze", "--unfreeze", "--momentum", "--clip-grad-norm",

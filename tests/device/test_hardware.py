@@ -11,12 +11,14 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import seqpart
 from seqpart.device.card import Hardware, load, names
 from seqpart.errors import OptionError
+from seqpart.profile.machine import speeds_of
 
 PEAKS = {  # GB by its name, TFLOP/s in float32 and bfloat16, GB/s of its memory, GB/s of PCIe a direction
     "a100-80gb": (80, 19.5, 312.0, 2039, 31.5),
@@ -173,7 +175,7 @@ def test_what_is_not_toml_is_refused(mine, text):
         mine(text)
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("flops", "sources")])
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("flops", "sources", "host_bandwidth")])
 def test_a_missing_field_is_named(mine, name):
     with pytest.raises(OptionError, match=rf"mine\.toml has no {name}\. Its keys are name, memory, context, flops, "):
         mine("\n".join(line for line in NO_SOURCES.splitlines() if not line.startswith(f"{name} =")))
@@ -183,8 +185,27 @@ def test_all_keys_that_are_missing_or_unknown_are_named_at_once(mine):
     text = NO_SOURCES.replace("launch =", "lunch =").replace("h2d =", "H2D =").replace("float32 =", "fp32 =")
     with pytest.raises(OptionError, match=r"has no h2d, launch and has unknown 'H2D', 'lunch'\."):
         mine(text)
-    with pytest.raises(OptionError, match=r"flops has no float32 and has unknown 'fp32'\. Its keys are float32, bfloat16\."):
+    with pytest.raises(
+        OptionError, match=r"flops has no float32 and has unknown 'fp32'\. Its keys are float32, bfloat16, tf32\."
+    ):
         mine(text.replace("lunch", "launch").replace("H2D", "h2d"))
+
+
+def test_what_a_table_need_not_have_is_assumed(mine):
+    text = "\n".join(line for line in NO_SOURCES.splitlines() if not line.startswith(("host_bandwidth", "tf32")))
+    found = mine(text)
+    assert (found.host_bandwidth, found.flops["tf32"]) == (40e9, found.flops["bfloat16"] / 2)
+
+
+def test_products_are_priced_at_the_rate_of_their_type():
+    card = load("rtx4090")
+    assert speeds_of(card).flops == card.flops["float32"]
+    assert speeds_of(card, torch.bfloat16).flops == card.flops["bfloat16"]
+    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, "tf32"
+    try:
+        assert speeds_of(card).flops == card.flops["bfloat16"] / 2
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_an_empty_table_lacks_everything_but_sources(mine):
@@ -246,7 +267,7 @@ CARDS = st.builds(
     name=WORDS,
     memory=st.integers(2, 10**15),
     context=st.just(1),
-    flops=st.fixed_dictionaries({"float32": RATES, "bfloat16": RATES}),
+    flops=st.fixed_dictionaries({"float32": RATES, "bfloat16": RATES, "tf32": RATES}),
     sources=st.dictionaries(st.sampled_from(FIELDS), WORDS, max_size=4),
     **dict.fromkeys(("memory_bandwidth", "h2d", "d2h", "disk_read", "disk_write"), RATES),
     **dict.fromkeys(("copy_latency", "launch"), TIMES),

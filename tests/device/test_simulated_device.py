@@ -228,7 +228,7 @@ def test_every_way_to_train_on_it_gives_the_bits_of_the_cpu_whatever_the_delays(
     trained = arm(name)
     expected = trained.run(FULL)
     for seed, how in [*enumerate([FULL, *HOWS])][number % 2 :: 2]:
-        in_host = bool({"host", "mixed"} & {how.boundary_tier, how.offloads})
+        in_host = bool({"host", "mixed"} & {how.boundary_tier, how.offloads}) or how.host_steps
         ram = {"ram_limit": "1"} if seed % 3 == 0 and not in_host else {}  # homes on the disk
         found = trained.run(how, device=f"{SIM}@{100 * number + seed}", **ram)
         assert first_difference(found, expected) is None, f"{how}, seed {100 * number + seed}"
@@ -310,7 +310,7 @@ def test_more_host_memory_than_this_machine_has_may_be_planned_with_and_not_used
 
 # --- every wait is needed ---------------------------------------------------------------------------------------------
 
-MODULES = ("runtime.boundary_io", "runtime.partition", "runtime.slots", "runtime.executor",
+MODULES = ("runtime.boundary_io", "runtime.partition", "runtime.slots", "runtime.executor", "runtime.host_steps",
            "store.store", "store.tensor_file", "store.graph_ranges", "data.reader")  # fmt: skip
 NOT_FOUND = {
     "runtime.boundary_io:InHost.put: self._device.copying(DOWN)": "in the stream that computes it is right, and slow",
@@ -343,6 +343,9 @@ WAYS = [
     (How(slots=2, keeps=0, offloads="host"), ADAM),
     (How(slots=1, keeps=0, offloads="disk"), ADAM | {"micro_batch_size": 2}),
     (How(slots=2, weights=1), {"save_every": 1}),
+    (How(slots=2, stays=0.5, host_steps=True), ADAM),
+    (How(slots=2, host_steps=True), ADAM | {"clip_grad_norm": 0.1}),
+    (How(slots=1, host_steps=True), ADAM | {"save_every": 1}),
 ]
 
 

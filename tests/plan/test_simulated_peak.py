@@ -121,7 +121,7 @@ class Fit:
         prepared, begin, predicted_steps = self.prepared, Position(), []
         for number, stage in enumerate(prepared.stages):
             costs = prepared.partition_costs if not number else [cost for _, _, cost in self.candidates[-1].parts]
-            resources = replace(stage.resources, at_host=prepared.at_host)
+            resources = replace(stage.resources, at_host=prepared.places.homes)
             steps = checked(steps_of(prepared.phases[: stage.end], begin), resources.at_once)
             predicted_steps += Simulator(prepared.phases, costs, prepared.speeds, resources, begin).run(steps)
             begin = Position(stage.end)
@@ -213,6 +213,14 @@ CASES = {
         **STREAMED, **SLICED, "ram_limit": "20MB", "way": {"keeps": 0, "boundary_tier": "mixed", "slots": 2},
     },
     "streamed, boundaries and homes in host memory": {**STREAMED, "ram_limit": "20MB", "way": {"boundary_tier": "host"}},
+    "streamed, steps on the host": {**STREAMED, **SLICED, "ram_limit": "20MB", "optimizer_on": "host", "way": {}},
+    "streamed and clipped, steps on the host, the last stays": {
+        **STREAMED, **SLICED, "ram_limit": "20MB", "optimizer_on": "host", "clip_grad_norm": 1.0,
+        "way": {"stays": [2], "slots": 2},
+    },
+    "checkpointed, steps on the host": {
+        **STREAMED, "method": "checkpointed", "ram_limit": "20MB", "optimizer_on": "host", "way": {},
+    },
     "streamed statistics and frozen weights": {**STREAMED, "model": normalized, "way": {}},
     "streamed shared weights": {**STREAMED, **SLICED, "model": language, "way": {}},
     "checkpointed": {**STREAMED, "method": "checkpointed", "way": {}},

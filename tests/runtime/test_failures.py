@@ -349,7 +349,7 @@ def test_memory_that_runs_out_in_an_update_leaves_nothing_loaded(tmp_path, monke
     model = nn.Sequential(nn.Linear(4, 3))
     before = copy.deepcopy(model.state_dict())
 
-    def half_done(partition, *_):
+    def half_done(partition, *_, **__):
         with torch.no_grad():
             next(iter(partition.trainable.values())).add_(1)
         raise MemoryError

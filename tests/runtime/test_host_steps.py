@@ -1,0 +1,167 @@
+"""Optimizer steps where the weights rest: bits of a plain loop whose optimizer steps on the CPU, and the bytes that cross."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.device.simulated import SimulatedDevice
+from seqpart.errors import OptionError
+from seqpart.plan.prediction import predict
+from seqpart.plan.problem import parts_of
+from seqpart.plan.simulator import Resources
+from tests import forced
+
+SIM = "sim:rtx3060-12gb"
+ROWS, BATCH, EPOCHS = 24, 8, 2
+DEPTH, WIDTH = 6, 24
+
+
+def network(*, normalized=False):
+    torch.manual_seed(3)
+    layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers, *([nn.BatchNorm1d(WIDTH)] if normalized else []), nn.Linear(WIDTH, 4))
+
+
+def rows():
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5)), torch.arange(ROWS) % 4
+
+
+def options(folder, **others):
+    return {
+        "mem_limit": "1GB", "method": "streamed", "partitions": 4, "optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.1,
+        "batch_size": BATCH, "micro_batch_size": BATCH, "shuffle": False, "epochs": EPOCHS, "quiet": True,
+        "output_dir": folder / "run", "optimizer_on": "host", "ram_limit": "50MB", **others,
+    }  # fmt: skip
+
+
+def plain_loop(optimizer, clip=None):
+    model, (x, y) = network(), rows()
+    optimizer = optimizer(model.parameters())
+    for _ in range(EPOCHS):
+        for at in range(0, ROWS, BATCH):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[at : at + BATCH]), y[at : at + BATCH]).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    return model
+
+
+def alike(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("device", ["cpu", SIM])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_the_bits_are_those_of_a_plain_loop_whose_optimizer_steps_on_the_cpu(device, clip, tmp_path):
+    model = network()
+    result = Trainer(model, device=device, **options(tmp_path, clip_grad_norm=clip)).fit(rows())
+    assert result.plan.host_steps == {0, 1, 2, 3}
+    assert alike(model, plain_loop(adamw, clip))
+
+
+def rms(parameters):
+    """One that keeps a count beside tensors, and its state in tensors that it makes anew."""
+    return torch.optim.Adamax(parameters, lr=1e-2)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("device", ["cpu", SIM])
+@pytest.mark.parametrize("make", [rms, torch.optim.Adagrad, torch.optim.Rprop])
+def test_an_optimizer_of_one_s_own_steps_there_too(make, device, tmp_path):
+    model = network()
+    asked = {name: value for name, value in options(tmp_path).items() if name not in ("optimizer", "lr", "weight_decay")}
+    Trainer(model, None, make, device=device, **asked).fit(rows())
+    assert alike(model, plain_loop(make))
+
+
+def test_the_moving_average_is_kept_there_too(tmp_path):
+    for place in "host", "device":
+        Trainer(network(), device=SIM, **options(tmp_path / place, ema=0.9, optimizer_on=place)).fit(rows())
+    files = sorted(file.name for file in (tmp_path / "device" / "run").glob("*.safetensors"))
+    assert len(files) == 2
+    for name in files:
+        found, expected = (load_file(tmp_path / place / "run" / name) for place in ("host", "device"))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def test_a_partition_with_running_statistics_steps_on_the_device(tmp_path):
+    result = Trainer(network(normalized=True), device=SIM, **options(tmp_path)).fit(rows())
+    assert 0 < len(result.plan.host_steps) < 4
+    assert any("they have running statistics" in reason for reason in result.plan.reasons)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("there", ["host", "device"])
+def test_a_run_goes_on_with_its_steps_in_another_place_to_the_same_bits(there, tmp_path):
+    whole, stopped, again = network(), network(), network()
+    Trainer(whole, **options(tmp_path / "whole")).fit(rows())
+    other = {"host": "device", "device": "host"}[there]
+
+    class Stop:
+        def on_step(self, event):
+            if event.update == 4:
+                raise ZeroDivisionError
+
+    first = options(tmp_path / "cut", optimizer_on=there)
+    with pytest.raises(ZeroDivisionError):
+        Trainer(stopped, **first).fit(rows(), callbacks=[Stop()])
+    Trainer(again, **{**first, "optimizer_on": other}).fit(rows(), resume=tmp_path / "cut" / "run")
+    assert alike(again, whole)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("stays", [False, True])
+def test_over_the_link_go_weights_twice_and_gradients_once_and_never_state(stays, tmp_path, monkeypatch):
+    """8 bytes a parameter to the device, or 4 where weights stay there, and 4 back, in each update."""
+    crossed = []
+    plain = SimulatedDevice.copy
+
+    def copy(self, source, target):
+        crossed.append((self.is_host(source), source.nbytes))
+        plain(self, source, target)
+
+    def only(problem, method, micro_batch):
+        parts = parts_of(problem, micro_batch, problem.starts)
+        resources = Resources(slots=1, stays=frozenset(range(4)) if stays else frozenset())
+        return predict(problem, method, micro_batch, parts, resources)
+
+    def moved(epochs):
+        crossed.clear()
+        asked = options(tmp_path / str(epochs), epochs=epochs, partitions=(0, 3, 6, 9))
+        plan = Trainer(wide(), device=SIM, **asked).fit((torch.randn(ROWS, 128), torch.arange(ROWS) % 4)).plan
+        return plan, [sum(size for up, size in crossed if up is way) for way in (True, False)]
+
+    forced.plans(monkeypatch, only)
+    monkeypatch.setattr(SimulatedDevice, "copy", copy)
+    (plan, more), (_, less) = moved(2), moved(1)
+    up, down = ((a - b) / (ROWS // BATCH) for a, b in zip(more, less, strict=True))
+    weights = [part.weights for part in plan.partitions]
+    loads = sum(weights) if stays else 2 * sum(weights) - weights[-1]  # the last runs forward and backward in one visit
+    assert up == pytest.approx(loads, rel=0.05)  # and rows
+    assert down == pytest.approx(sum(part.gradients for part in plan.partitions), rel=0.01)
+
+
+def wide():
+    return nn.Sequential(*(nn.Linear(128, 128) for _ in range(11)), nn.Linear(128, 4))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("method", ["sil", "ist", "psl"])
+def test_methods_that_are_not_exact_refuse_it(method, tmp_path):
+    with pytest.raises(OptionError, match="optimizer_on host goes with method"):
+        Trainer(network(), mem_limit="1GB", method=method, optimizer_on="host")
+
+
+def test_without_host_memory_it_is_refused(tmp_path):
+    asked = {**options(tmp_path), "ram_limit": None}
+    with pytest.raises(OptionError, match=r"optimizer_on host: .* Give ram_limit"):
+        Trainer(network(), device="cpu", **asked).fit(rows())
