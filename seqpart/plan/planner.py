@@ -347,7 +347,8 @@ class Planner(Inputs):
     ) -> planning.HostPlaces:  # fmt: skip
         """The contents of the host pool beside `boundaries` (bytes): graphs, then homes in order, then rows."""
         count = self.settings.views * self.train.count + self.test.count
-        rows = self.reading.layout.home_bytes(count) + sum(pack.home_bytes(count) for pack in row_packs)
+        passed = self.test.count if self.exact else count  # by one partition to the next, through the boundary cache
+        rows = self.reading.layout.home_bytes(count) + sum(pack.home_bytes(passed) for pack in row_packs)
         problem = replace(problem, host_steps=bool(candidate.resources.host_steps))
         return planning.host_places(problem, candidate.parts, boundaries, states=not self.alone, rows=rows, graphs=rooms)
 

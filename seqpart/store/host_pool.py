@@ -1,7 +1,7 @@
 """Host memory for the fast tier: a few large pieces allocated once, handed out by whole pages.
 
 On CPU one shared anonymous mapping, which the kernel shows as RssShmem, beside the limit and never inside it. On
-CUDA pinned pieces of at most 2 GiB in powers of two, because the pinned allocator rounds every request up to one and
+CUDA pinned pieces of at most 32 GiB in powers of two, because the pinned allocator rounds every request up to one and
 never gives it back.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from seqpart.device.pages import PAGE, aligned, round_up
 
-_LARGEST_PIECE = 2 << 30
+_LARGEST_PIECE = 32 << 30  # the state of a large embedding is one buffer
 _SMALLEST_PIECE = 1 << 20
 
 
@@ -69,8 +69,8 @@ def pieces_for(need: int, groups: Sequence[Sequence[int]], budget: int, *, power
     With powers of two the pool may have to be larger than `need`, so that the last group fits.
     """
     sizes, fit = list[int](), frozenset[int]()
-    for quarters in (4, 5, 6, 8) if powers_of_two else (4,):
-        wanted = round_up(need * quarters // 4, _SMALLEST_PIECE if powers_of_two else PAGE)
+    for parts in (64, 65, 66, 68, 72, 80, 96, 128) if powers_of_two else (64,):
+        wanted = round_up(need * parts // 64, _SMALLEST_PIECE if powers_of_two else PAGE)
         sizes = piece_sizes(min(budget, wanted), powers_of_two=powers_of_two)
         fit = _fitting([Extents(size) for size in sizes], groups)
         if len(fit) == len(groups):
