@@ -3,14 +3,16 @@
     python -m benchmarks.what_fits                     docs/what_fits.md and benchmarks/results/what-fits.json
     python -m benchmarks.what_fits --models vit-l --ram 32GB    a part of it, which is not kept
 
-Every line is what `seqpart plan --device sim:CARD --ram-limit RAM --method auto` says of exact training in float32 with Adam:
-16 bytes a parameter. Nothing is trained; blocks have the shapes of the models that they are named for, and random weights.
+Every line is what `seqpart plan --device sim:CARD --ram-limit RAM --method auto --dtype bf16` says of exact training with Adam:
+matrix products in bfloat16, weights and optimizer state in float32, 12 bytes a parameter and 4 of its gradient. Nothing is
+trained; blocks have the shapes of the models that they are named for, and random weights.
 """
 
 import argparse
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ from seqpart.device.card import load
 from seqpart.errors import DoesNotFit, SeqpartError
 
 CARDS = ("rtx4060-laptop-8gb", "rtx3060-12gb", "rtx4080-16gb", "rtx4090")
-RAM = ("16GB", "32GB", "64GB")
+RAM = ("32GB", "64GB", "128GB")
+PRECISIONS = ("float32", "TF32", "bfloat16")
+"""Of matrix products, for the last of the cards with the most host memory."""
 RESERVED = 0.95
 """Of a card's memory, what is given as the limit: its screen has the rest."""
 PAGE = Path(__file__).parents[1] / "docs" / "what_fits.md"
@@ -159,24 +163,37 @@ _GPT2 = language(50257, 1024, 1600, 48, 25, 25, 6400, gated=False)
 _LLAMA_1 = language(32000, 2048, 2048, 22, 32, 4, 5632, gated=True)
 _LLAMA_3 = language(32000, 2048, 3200, 26, 32, 32, 8640, gated=True)
 _LLAMA_8 = language(128256, 2048, 4096, 32, 32, 8, 14336, gated=True)
+_LONG_8 = language(128256, 16384, 4096, 32, 32, 8, 14336, gated=True)
 MODELS = {
     "vit-l": Model("ViT-L/16, 224 x 224", _VIT, pictures(3, 224), 32),
-    "gpt2-xl": Model("GPT-2 XL, 1024 tokens", _GPT2, texts(50257, 1024), 4),
-    "llama-1.1b": Model("Llama 1.1 B, 2048 tokens", _LLAMA_1, texts(32000, 2048), 4),
-    "dit-2b": Model("DiT, 2 B, 64 x 64 latents", _DIT, pictures(4, 64), 8),
-    "llama-3b": Model("Llama 3 B, 2048 tokens", _LLAMA_3, texts(32000, 2048), 4),
-    "llama-8b": Model("Llama 8 B, 2048 tokens", _LLAMA_8, texts(128256, 2048), 4),
+    "gpt2-xl": Model("GPT-2 XL, 1024 tokens", _GPT2, texts(50257, 1024), 16),
+    "llama-1.1b": Model("Llama 1.1 B, 2048 tokens", _LLAMA_1, texts(32000, 2048), 16),
+    "dit-2b": Model("DiT, 2 B, 64 x 64 latents", _DIT, pictures(4, 64), 32),
+    "llama-3b": Model("Llama 3 B, 2048 tokens", _LLAMA_3, texts(32000, 2048), 16),
+    "llama-8b": Model("Llama 8 B, 2048 tokens", _LLAMA_8, texts(128256, 2048), 16),
+    "llama-8b-long": Model("Llama 8 B, 16384 tokens", _LONG_8, texts(128256, 16384), 2),
 }
 
 
-def planned(model: Model, card: str, ram: str) -> dict[str, Any]:
+@contextmanager
+def products_in(precision: str) -> Iterator[str]:
+    """A context in which products of float32 take TF32 if `precision` says so. Yields the option `dtype`."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if precision == "TF32" else "ieee"
+    try:
+        yield "bf16" if precision == "bfloat16" else "fp32"
+    finally:
+        matmul.fp32_precision = before
+
+
+def planned(model: Model, card: str, ram: str, precision: str = "bfloat16") -> dict[str, Any]:
     """What one line of the page says."""
     limit = int(RESERVED * load(card).memory)
     x, y = model.rows(2 * model.batch)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, products_in(precision) as dtype:
         trainer = Trainer(
             model.blocks(), optimizer="adam", device=f"sim:{card}", method="auto", mem_limit=limit, ram_limit=ram, seed=0,
-            batch_size=model.batch, epochs=1, output_dir=Path(folder) / "run", quiet=True,
+            dtype=dtype, batch_size=model.batch, epochs=1, output_dir=Path(folder) / "run", quiet=True,
         )  # fmt: skip
         try:
             plan = trainer.plan((x, y), (x[:1], y[:1]))
@@ -186,7 +203,8 @@ def planned(model: Model, card: str, ram: str) -> dict[str, Any]:
     waits = next((reason for reason in plan.reasons if "it waits for" in reason), "")
     return {
         "fits": True, "method": plan.method, "partitions": len(plan.partitions), "seconds": plan.update_seconds,
-        "homes": " and ".join(sorted(tiers)), "waits for": waits.rpartition("it waits for ")[2].partition(",")[0],
+        "homes": " and ".join(sorted(tiers)), "steps": "host" if plan.host_steps else "device",
+        "waits for": waits.rpartition("it waits for ")[2].partition(",")[0],
         "micro-batch": plan.partitions[0].micro_batch, "parameters": plan.parameters, "disk": plan.disk_bytes,
     }  # fmt: skip
 
@@ -195,26 +213,32 @@ def cell(found: dict[str, Any]) -> str:
     if not found["fits"]:
         return f"needs {found['smallest'] / 1e9:.1f} GB" if found["smallest"] else "does not fit"
     where = f", {found['homes']}" if found["homes"] else ""
+    where += ", steps on the host" if found["steps"] == "host" else ""
     return f"{found['seconds']:.2f} s, {found['method']}{where}; {found['waits for'] or 'the computation'}"
 
 
 def page(result: dict[str, Any]) -> str:
     lines = [
         "# What fits", "",
-        "Predicted seconds of one exact update in float32 with Adam, on simulated cards, by",
-        "`python -m benchmarks.what_fits`, on any machine. After the seconds: the method, where streamed partitions are stored",
-        "(pinned host memory, disk), and what the update waits for. The limit is 95 % of the card's memory.", "",
-        "Nothing here was measured: rates of kernels and links are those of `seqpart/device/cards/*.toml`, with a source each.",
+        "Predicted seconds of one exact update with Adam and `--dtype bf16` (products in bfloat16, weights and state in",
+        "float32), on simulated cards, by `python -m benchmarks.what_fits`, on any machine. After the seconds: the method,",
+        "where streamed partitions are stored (pinned host memory, disk), where the optimizer steps if not on the device, and",
+        "what the update waits for. The limit is 95 % of the card's memory.", "",
+        "Nothing here was measured. Assumed: rates of products, links, disks and memory of `seqpart/device/cards/*.toml`, with",
+        "a source each; that all products, those of attention too, run at the rate of large ones; other kernels take no time.",
     ]  # fmt: skip
     for name, cards in result.items():
         model = MODELS[name]
-        parameters = next(found["parameters"] for rams in cards.values() for found in rams.values() if found["fits"])
+        parameters = next((found["parameters"] for rams in cards.values() for found in rams.values() if found["fits"]), 0)
         lines += ["", f"## {model.title}", "", f"{parameters / 1e9:.2f} billion parameters, batch {model.batch}.", ""]
+        cards, others = {card: rams for card, rams in cards.items() if card != "precisions"}, cards.get("precisions", {})
         rams = list(next(iter(cards.values())))
         lines += ["| card | " + " | ".join(f"--ram-limit {ram}" for ram in rams) + " |", "|---" * (len(rams) + 1) + "|"]
         lines += [
             f"| {load(card).name} | " + " | ".join(cell(found[ram]) for ram in rams) + " |" for card, found in cards.items()
         ]
+        said = "; ".join(f"{precision} {cell(found)}" for precision, found in others.items())
+        lines += ["", f"By the precision of products, on the last card with the most memory: {said}."] * bool(others)
     return "\n".join(lines) + "\n"
 
 
@@ -233,7 +257,9 @@ def main() -> None:
                 except SeqpartError as error:
                     raise SystemExit(f"{name} on {card} with {ram}: {error}") from error
                 result.setdefault(name, {}).setdefault(card, {})[ram] = found
-                print(f"{name:11} {card:20} {ram:5} {cell(found)}", flush=True)
+                print(f"{name:13} {card:20} {ram:5} {cell(found)}", flush=True)
+        last = {one: planned(MODELS[name], options.cards[-1], options.ram[-1], one) for one in PRECISIONS}
+        result[name]["precisions"] = last
     if options.models == list(MODELS) and options.cards == list(CARDS) and options.ram == list(RAM):
         save("what-fits", result)
         PAGE.write_text(page(result))

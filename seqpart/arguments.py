@@ -1,4 +1,4 @@
-"""Refuses arguments of `Trainer` that plain PyTorch would take: classes, optimizers, compiled modules.
+"""Refuses arguments of `Trainer` that plain PyTorch would take: classes, optimizers, scripted modules.
 
 Each would fail later, with a message about something else.
 """
@@ -75,27 +75,6 @@ def refuse_no_modules(model: object) -> None:
                 f"{where}: expected a module with its own code; found a ScriptModule, which cannot be cut at its layers. Give "
                 "the module that was scripted."
             )
-        original = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
-        if original is not None or getattr(module, "_compiled_call_impl", None) is not None:
-            cure = f"Give {where}._orig_mod, whose weights are the same" if original is not None else "Leave compile() out"
-            raise ModelError(
-                f"{where}: expected a module as it was built; found one that torch.compile made, whose code needs all layers "
-                f"at once, but seqpart loads them one by one. {cure}."
-            )
-    for own, path in {type(module): path for path, module in _modules_in(model)}.items():
-        compiled = [name for name in dir(own) if _is_compiled(inspect.getattr_static(own, name, None))]
-        if compiled:
-            raise ModelError(
-                f"model{path}: torch.compile made its method {compiled[0]}, which would run here as it was written, with other "
-                "last bits. Leave the decorator out."
-            )
-
-
-def _is_compiled(attribute: object) -> bool:
-    """True for compiled functions, but not for those of torch.compiler.disable, which have an original too."""
-    function = getattr(attribute, "__func__", attribute) if isinstance(attribute, staticmethod | classmethod) else attribute
-    marks = getattr(function, "__dict__", {})
-    return "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable", False)
 
 
 def _modules_in(model: object) -> Iterator[tuple[str, nn.Module]]:

@@ -31,6 +31,7 @@ from seqpart.fields import values_of
 from seqpart.intake import largest_batch, rows_of, rows_of_a_window, rows_to_evaluate
 from seqpart.interrupts import like_ctrl_c
 from seqpart.methods.exact import EVALUATION
+from seqpart.model.compiled import SAID, as_written, is_compiled, original
 from seqpart.model.freezing import Freezing
 from seqpart.model.inspection import KeptModes
 from seqpart.model.losses import LossChoice, LossFunction
@@ -125,7 +126,8 @@ class Trainer:
         self._labelled = needs_labels(one) if steps is None else steps.labelled
         """False if data may come without labels."""
         one = one if self._labelled or one == "model" or steps is not None else WithoutLabels(one)
-        self.model, self._loss, self._quiet, self._padding = model, one, quiet, as_padding(padding)
+        self.model, self._loss, self._quiet, self._padding = original(model), one, quiet, as_padding(padding)
+        self._compiled = is_compiled(model)
         self.device = open_device(settings.device)
         if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time
             settings = replace(settings, mem_limit=limit_of(settings.mem_limit, self.device))
@@ -194,6 +196,7 @@ class Trainer:
             planner = attempt.enter_context(closing(prepare(model=model)))
             return planner, with_fewer_workers(planner, partial(plan, planner))
 
+        stack.enter_context(as_written(self.model))
         model = stack.enter_context(Freezing(self.model, self.settings.frozen))
         if kept is not None:
             let_learn(model, kept)
@@ -432,6 +435,8 @@ class Trainer:
         """Starts the sampler of a run's memory; `stack` stops it. random: ends the run's own random state before that."""
         gc.collect()  # a freed model that is part of a reference cycle would count
         stack.enter_context(self.device.running())
+        if self._compiled:
+            reporter.say(SAID)
         sampler = self._sampler or Sampler(MemoryUsage(self.device), limit=1 << 62)
         self._sampler = None
         stack.enter_context(like_ctrl_c())

@@ -29,6 +29,7 @@ from seqpart.device.limit import limit_for
 from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
 from seqpart.methods import EXACT, METHODS
+from seqpart.model.compiled import as_written, original
 from seqpart.model.freezing import Freezing
 from seqpart.model.inspection import KeptModes
 from seqpart.model.losses import LossChoice
@@ -123,7 +124,8 @@ def verify(
         stack.enter_context(asked.device.running())
         rows, _ = asked.rows(train)
         options |= {"padding": None, "batch_size": asked.settings.batch_size, "shuffle": asked.settings.shuffle}
-        sizes, model = asked.tiles(reuse), stack.enter_context(PlainTensors(model, asked.device.kind))
+        stack.enter_context(as_written(model))
+        sizes, model = asked.tiles(reuse), stack.enter_context(PlainTensors(original(model), asked.device.kind))
         model = stack.enter_context(KeptModes(stack.enter_context(Freezing(model, asked.settings.frozen))))
         limited, trainer = first_that_fits(stack, model, sizes, planned)
         _refuse_plan(limited, steps, reference, reuse)

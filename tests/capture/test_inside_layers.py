@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart.errors import ModelError
-from tests.capture.test_beside_layers import Fourier, Spectral, data, ours
+from tests.capture.test_beside_layers import Fourier, data, ours
 from tests.exactly import FULL, How, Trained, first_difference
 
 pytestmark = pytest.mark.usefixtures("known_machine")
@@ -56,12 +56,6 @@ def test_function_transforms_inside_a_layer_are_refused_in_words_where_weights_c
     ours(model(), tmp_path / "full", method="full")
 
 
-class PartlyCompiled(Spectral):
-    @torch.compile
-    def between(self, h):
-        return h.relu()
-
-
 class Uncompiled(Fourier):
     """As timm's NaFlexVit."""
 
@@ -91,8 +85,3 @@ def test_a_method_that_is_never_to_be_compiled_is_an_ordinary_one(tmp_path):
 def test_a_buffer_that_is_changed_through_a_list_is_not_left_behind_in_silence(method, tmp_path):
     with pytest.raises(ModelError, match="it changes its buffer scale, which it also holds in an attribute or a list"):
         ours(nn.Sequential(Listed(8, 8), nn.Linear(8, 3)), tmp_path, method=method)
-
-
-def test_a_method_that_torch_compile_made_is_refused_by_name(tmp_path):
-    with pytest.raises(ModelError, match=r"torch\.compile made its method between"):
-        ours(PartlyCompiled(), tmp_path)
