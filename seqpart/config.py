@@ -80,9 +80,9 @@ class Limits:
     ] = "auto"
     """Number of partitions: auto (the fewest that fit), a number, or the first block of each, such as 0,20,40."""
     tile: Annotated[str | int, Note(expected="a size such as 16MB, never or auto", metavar="SIZE|never|auto")] = "auto"
-    """Split nn.Linear and nn.Embedding layers with a larger weight into tiles of at most this size, which are loaded one by
-    one: a size such as 16MB, never, or auto (exact methods, if nothing fits without). The input gradient of a tiled Linear is
-    summed tile by tile, which rounds differently."""
+    """Split nn.Linear and nn.Embedding layers with a larger weight, and transformers' layers of experts, into tiles of at most
+    this size, which are loaded one by one: a size such as 16MB, never, or auto (exact methods, if nothing fits without). Sums
+    over tiles round differently: the input gradient of a Linear and of experts, and more than two experts of a token."""
     micro_batch_size: Positive[int] = None
     """Rows on the device at once. Default: the largest that fits."""
     device: str = "auto"

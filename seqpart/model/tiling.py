@@ -1,12 +1,13 @@
 """Replaces large layers of a model by tiles, and puts the layers back with the values that the tiles have learned."""
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import gcd
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +82,64 @@ class LinearTile(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class TiledExperts(Tiled):
+    def forward(self, hidden: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Maps tokens (n, width) to the sums of their experts' outputs. experts, shares: (n, k), of each token.
+
+        Sums of more than two experts, and the gradient of the tokens, are added tile by tile, which may round differently.
+        """
+        found: torch.Tensor | None = None
+        for tile in self.children():
+            found = tile(hidden, experts, shares, found)
+        assert found is not None
+        return found
+
+
+class _ExpertsTile(nn.Module):
+    """Some experts of a layer, as a subclass of the layer's own class: it computes as one rank of expert parallelism does, and
+    an expert of another tile has the number that stands for none there."""
+
+    _first: int
+    num_experts: int
+
+    def forward(
+        self, hidden: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor, found: torch.Tensor | None
+    ) -> torch.Tensor:  # fmt: skip
+        local = experts - self._first
+        here = (local >= 0) & (local < self.num_experts)
+        part: torch.Tensor = super().forward(hidden, local.where(here, self.num_experts), shares.where(here, 0))
+        if not here.any():  # then a layer of all experts has gradients of zeros for these, which an optimizer uses
+            part = _Unused.apply(part, *self.parameters())
+        return part if found is None else found + part
+
+
+class _Unused(torch.autograd.Function):
+    """Returns its first input, and gives the others gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], *map(torch.zeros_like, ctx.saved_tensors)
+
+
+_tile_classes: dict[type, type[nn.Module]] = {}
+"""{class of a layer of experts: class of its tiles}."""
+
+
+def _experts_tile(layer: nn.Module, pieces: dict[str, nn.Parameter], first: int) -> nn.Module:
+    """A tile of `layer`, whose other attributes and modules it shares: a layer of transformers with experts from `first` on."""
+    tile = copy.copy(layer)
+    kind = type(layer)
+    tile.__class__ = _tile_classes.setdefault(kind, type(f"{kind.__name__}Tile", (_ExpertsTile, kind), {}))
+    tile._parameters, tile._modules = dict(pieces), dict(layer._modules)
+    tile._first, tile.num_experts, tile._is_expert_parallel = first, len(next(iter(pieces.values()))), True  # type: ignore[assignment]
+    return tile
+
+
 T = TypeVar("T")
 
 SIZES = (64 << 20, 16 << 20, 4 << 20)
@@ -96,7 +155,7 @@ differently, so no tile but the last may have one."""
 
 def sizes_to_try(model: object) -> tuple[int, ...]:
     """Sizes in bytes of a tile's weight, to be tried in turn until a plan fits. The first is 0: no tiles."""
-    largest = max((layer.weight.nbytes for layer in _tileable(model)), default=0)
+    largest = max(map(_nbytes, _tileable(model)), default=0)
     return 0, *(size for size in SIZES if size < largest)
 
 
@@ -173,8 +232,14 @@ class Tiling:
             split.join()
         self._places, self._splits = [], {}
 
-    def _tiled(self, layer: nn.Linear | nn.Embedding) -> Tiled:
+    def _tiled(self, layer: nn.Module) -> Tiled:
         rows = _rows(layer, self._nbytes)
+        if _is_experts(layer):
+            pieces = {name: self._split(parameter, rows) for name, parameter in layer.named_parameters()}
+            count = len(next(iter(pieces.values())))
+            every = [{name: own[number] for name, own in pieces.items()} for number in range(count)]
+            return TiledExperts([_experts_tile(layer, own, n * rows) for n, own in enumerate(every)], self._nbytes)
+        assert isinstance(layer, nn.Linear | nn.Embedding)
         firsts = range(0, len(layer.weight), rows)
         assert isinstance(layer.weight, nn.Parameter)
         weights = self._split(layer.weight, rows)
@@ -251,7 +316,21 @@ def _has_factories(model: object) -> bool:
     return isinstance(model, list | tuple) and not all(isinstance(part, nn.Module) for part in model)
 
 
-def _tileable(model: object, nbytes: int = 0) -> list[nn.Linear | nn.Embedding]:
+def _is_experts(module: nn.Module) -> bool:
+    """True for a layer of transformers that has the weights of all experts in each of its parameters, and that can run as one
+    rank of expert parallelism."""
+    count = getattr(module, "num_experts", None)
+    return isinstance(count, int) and hasattr(module, "_is_expert_parallel") and not any(
+        parameter.ndim < 2 or len(parameter) != count or "." in name for name, parameter in module.named_parameters()
+    )  # fmt: skip
+
+
+def _nbytes(layer: nn.Module) -> int:
+    """Bytes that are divided by the bytes of a tile: a layer's weight, or all of its experts."""
+    return sum(p.nbytes for p in layer.parameters()) if _is_experts(layer) else layer.get_parameter("weight").nbytes
+
+
+def _tileable(model: object, nbytes: int = 0) -> list[nn.Module]:
     """Layers with a weight of more than `nbytes` that tiles can replace, and that are not the model itself."""
     if _has_factories(model):
         return []
@@ -259,15 +338,17 @@ def _tileable(model: object, nbytes: int = 0) -> list[nn.Linear | nn.Embedding]:
     shared = {id(own) for module in modules if not _may_be_tiled(module) for own in module._parameters.values()}
     return [
         module for module in modules
-        if isinstance(module, nn.Linear | nn.Embedding) and _may_be_tiled(module) and module is not model
-        and len(module.weight) > 1 and module.weight.nbytes > nbytes
+        if _may_be_tiled(module) and module is not model
+        and len(next(module.parameters())) > 1 and _nbytes(module) > nbytes
         and not any(id(parameter) in shared for parameter in module.parameters())
     ]  # fmt: skip
 
 
 def _may_be_tiled(module: nn.Module) -> bool:
-    """True for an nn.Linear or nn.Embedding (no subclass) with contiguous parameters and without hooks or special options."""
-    if type(module) not in (nn.Linear, nn.Embedding) or not isinstance(module.weight, nn.Parameter):
+    """True for an nn.Linear or nn.Embedding (no subclass), or experts of transformers, with contiguous parameters and without
+    hooks or special options."""
+    plain = type(module) in (nn.Linear, nn.Embedding) and isinstance(module.weight, nn.Parameter)
+    if not plain and not _is_experts(module):
         return False
     if is_listened_to(module):
         return False
@@ -276,14 +357,14 @@ def _may_be_tiled(module: nn.Module) -> bool:
     return all(parameter.layout == torch.strided and parameter.is_contiguous() for parameter in module.parameters())
 
 
-def _rows(layer: nn.Linear | nn.Embedding, nbytes: int) -> int:
-    """Rows of a tile: as many as fit in `nbytes`, in whole granules if possible, and equal in all tiles. Tiles of weight and
-    bias have multiples of _VECTOR numbers, even if that takes more than `nbytes`."""
-    weight = layer.weight
-    step = _VECTOR if isinstance(layer, nn.Linear) and layer.bias is not None else _VECTOR // gcd(_VECTOR, weight[0].numel())
-    most = max(step, nbytes // max(1, weight.nbytes // len(weight)) // step * step, -(-len(weight) // _MOST_TILES))
-    count = -(-len(weight) // most)
-    rows = round_up(-(-len(weight) // count), step)
+def _rows(layer: nn.Module, nbytes: int) -> int:
+    """Rows of a tile, or experts: as many as fit in `nbytes`, in whole granules if possible, and equal in all tiles. Tiles of
+    each parameter have multiples of _VECTOR numbers, even if that takes more than `nbytes`."""
+    every, total = list(layer.parameters()), len(next(layer.parameters()))
+    step = max(_VECTOR // gcd(_VECTOR, parameter[0].numel()) for parameter in every)
+    most = max(step, nbytes // max(1, _nbytes(layer) // total) // step * step, -(-total // _MOST_TILES))
+    count = -(-total // most)
+    rows = round_up(-(-total // count), step)
     granules = round_up(rows, _GRANULE)
     return granules if granules <= most else rows
 
