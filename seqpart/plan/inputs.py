@@ -168,6 +168,16 @@ class Inputs:
                     f"needs more memory. Give more, for example {format_limit(self.limit * 3 // 2)}."
                 ) from error
 
+    @contextmanager
+    def _real_run(self) -> Iterator[None]:
+        """A context for measuring with real tensors, which are within the limit also while modules that were given alive are
+        not emptied yet."""
+        with ExitStack() as stack:
+            if self.device.shares_memory and any_plan_fits(self.device, self.limit, beside=self.reading.held):
+                most = self.limit - margin_of(self.limit)
+                stack.enter_context(enforced(self.device, most, beside=self.reading.held))
+            yield
+
     def _check_model(self, trains: bool) -> None:
         self._refuse_giants()
         rows, whole = self.full_batch, self.chain.whole
@@ -205,7 +215,7 @@ class Inputs:
         before = self.trials.held()
         costs = measure_chain(
             self.chain, self.train.shape, micro_batch, granule=self.device.granule, dtype=self.train.dtype,
-            autocast=self.settings.autocast,
+            autocast=self.settings.autocast, real_run=self._real_run,
         )  # fmt: skip
         if self.trials.held() > before + _LEFT_LYING:  # graphs in cycles, and what fake tensors remember of every shape
             FakeTensorMode.cache_clear()

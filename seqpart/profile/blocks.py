@@ -125,8 +125,11 @@ class BlockCost:
 def measure_chain(
     chain: Chain | Sequence[Block], input_shape: tuple[int, ...], batch: int, *, granule: int = 1,
     dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None,
+    real_run: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> tuple[BlockCost, ...]:  # fmt: skip
     """Measures every block for micro-batches of `batch` rows of `input_shape` and `dtype`, each run under `autocast`.
+
+    real_run: makes the context for a block that needs real tensors, because its shapes depend on values.
 
     Raises DataError where the rows do not suit the first block, ModelError where one block's output does not suit
     the next; the message names the block and the shapes.
@@ -147,7 +150,7 @@ def measure_chain(
         key = (block.same_as, block.tied, *((one.shape, one.dtype, one.learns) for one in taken))
         if key not in known:
             logging.getLogger("seqpart.planning").debug("block %d of %d is measured", block.number + 1, len(chain))
-            known[key] = _measure_block(block, taken, granule, autocast)
+            known[key] = _measure_block(block, taken, granule, autocast, real_run)
         cost = known[key]
         numbers = dict(zip((one.number for one in cost.takes), block.takes, strict=True))
         numbers.update(zip((one.number for one in cost.gives), block.gives, strict=True))
@@ -187,7 +190,10 @@ def _uses(chain: Chain | Sequence[Block]) -> dict[int, tuple[int, ...]]:
     return uses | {number: (len(chain),) for last in lasts for number in last.gives}
 
 
-def _measure_block(block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None) -> BlockCost:
+def _measure_block(
+    block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None,
+    real_run: Callable[[], AbstractContextManager[object]],
+) -> BlockCost:  # fmt: skip
     mode = FakeMode()
     module, tensors = block.fake(mode)
     with block.left_as_it_is():
@@ -196,7 +202,8 @@ def _measure_block(block: Block, taken: Sequence[Value], granule: int, autocast:
         except Exception as error:
             if not asks_for_values(error):
                 raise
-            return _measure_values(block, taken, granule, autocast)
+            with real_run():
+                return _measure_values(block, taken, granule, autocast)
 
 
 _SAMPLE = 512
