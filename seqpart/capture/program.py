@@ -101,6 +101,21 @@ class Program:
     """The loss computed from the output and the labels, if it was recorded with labels."""
     takes: tuple[int, ...] = ()
     """Numbers that such a loss takes beside the labels."""
+    head: "RecordedHead | None" = None
+    """The last layer behind the output, if the loss is to compute it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedHead:
+    """The linear layer at `path`, of the tensor with number `states`, and what follows it up to the loss."""
+
+    path: str
+    states: int
+    classes: int
+    scores: tuple[Op, ...]
+    """The layer's call, and those that change each score alone."""
+    slices: tuple[Op, ...]
+    """Calls that leave out positions."""
 
 
 def needed_for(
