@@ -29,8 +29,9 @@ from seqpart.capture.unrecorded import extremes, refuse_memory
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Chain, as_chain, refuse_without_values
 from seqpart.model.inspection import cure_of_tokens, cure_of_types, is_listened_to, left_as_they_are, listed, remembered
-from seqpart.model.losses import label_dtype
+from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
+from seqpart.model.reductions import name_of
 from seqpart.model.tensors import with_tensors
 from seqpart.model.tiling import Score, tile_of
 from seqpart.profile.fake_mode import FakeMode, quiet_log, quiet_random
@@ -80,24 +81,28 @@ def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
 
 def chain_and_loss(
     model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor | None,
-    autocast: torch.dtype | None = None, *, in_chunks: bool = False,
+    autocast: torch.dtype | None = None, *, in_chunks: bool = False, loss: LossFunction | None = None,
 ) -> tuple[Chain, OwnLoss]:  # fmt: skip
     """Returns the model as a chain, and the loss that it computes itself when it gets labels (rows, ...) such as these.
 
-    labels: None if it needs none. in_chunks: as in `chain_of`; the loss is that of the head's output nevertheless.
+    labels: None if it needs none. in_chunks: as in `chain_of`; the loss is that of the head's output nevertheless. loss: a
+    function to be recorded in the place of the model's own.
 
     Raises ModelError if it computes none, or one that needs a parameter of the model.
     """
-    if not _has_a_forward(model):
+    if not isinstance(model, nn.Module) or (loss is None and not _has_a_forward(model)):
         raise ModelError('loss="model": a list of blocks computes no loss. Give an nn.Module that does, or a function.')
     inputs = {one.name for one in form} | {getattr(model, "main_input_name", None)}
     given = Labels("", (), torch.int64)
     if labels is not None:
-        given = Labels(name_of_labels(model, inputs), tuple(labels.shape[1:]), label_dtype(labels))
+        name = name_of_labels(model, inputs) if loss is None else ""
+        given = Labels(name, tuple(labels.shape[1:]), label_dtype(labels), loss)
     outputs = Outputs(None, None, given.shape, given.dtype, nullcontext)
     chain, program = _traced(model, shape, dtype, form, given, autocast, outputs, in_chunks)
     assert program.loss is not None
-    return chain, OwnLoss(program.loss, model, outputs)
+    return chain, OwnLoss(program.loss, model, outputs) if loss is None else OwnLoss(
+        program.loss, model, outputs, name_of(loss)
+    )
 
 
 def trace(
@@ -190,11 +195,18 @@ def _recorded(
         outside = [part for part in model.modules() if part not in inside]
         buffers, before = {part: dict(part._buffers) for part in outside}, remembered(outside)
 
+        def run() -> Any:
+            found = run_on_rows(model, rows, form, named)
+            if labels is None or labels.loss is None:
+                return found
+            logits = judged_output(model, found)
+            return {"loss": labels.loss(logits, own_labels[0]), "logits": logits}
+
         def ran(*, again: bool = False) -> tuple[Recorder, Any]:
             recorder = Recorder(blocks, paths, names, autocast, largest=shape[0] != _ROWS, again=again)
             assert recorder.number(rows) == ROWS
             assert [recorder.number(tensor) for tensor in own_labels] in ([], [LABELS])
-            return recorder, _recorded_by(recorder, lambda: run_on_rows(model, rows, form, named))
+            return recorder, _recorded_by(recorder, run)
 
         recorder, found = ran()
         recorder.refuse_replaced_buffers(buffers)

@@ -24,7 +24,7 @@ from seqpart.capture.recorder import Recorder
 from seqpart.capture.segment import Segment, Steps
 from seqpart.errors import ModelError
 from seqpart.model.loss_chunks import Head, LossInChunks
-from seqpart.model.losses import scores_of
+from seqpart.model.losses import LossFunction, scores_of
 
 LABELS = 1
 """The number of the labels in a program that was recorded with labels."""
@@ -37,6 +37,8 @@ class Labels(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    loss: LossFunction | None = None
+    """A function that takes them instead, with the model's logits; it is recorded as if the model computed it."""
 
 
 def name_of_labels(model: nn.Module, inputs: Iterable[str | None]) -> str:
@@ -157,13 +159,16 @@ class OwnLoss:
     """The model's own loss (output, labels) -> scalar. For a cross-entropy, `counts(labels)` is the number of labels in its
     mean."""
 
-    def __init__(self, program: Program, model: nn.Module, outputs: Outputs) -> None:
-        """outputs: the tensors that it takes, where they are several. Raises ModelError if it uses a parameter of the model."""
+    def __init__(self, program: Program, model: nn.Module, outputs: Outputs, called: str = '"model"') -> None:
+        """outputs: the tensors that it takes, where they are several. called: its name in messages.
+
+        Raises ModelError if it uses a parameter of the model.
+        """
         self._takes, self._follows, self._joined = program.takes, program.follows, outputs.joined
         if self._joined is not None:
             self.example = self._joined.example
             self.of_batch, self.from_layers = self._joined.of_batch, self._joined.from_layers
-        self.called = '"model"'
+        self.called = called
         self._modules = {
             str(op.function): copy.deepcopy(model.get_submodule(str(op.function))) for op in program.ops if op.is_module
         }
@@ -247,8 +252,8 @@ def scores_in(program: Program) -> int:
     found = cross_entropy_of(program)
     if found is None:
         raise ModelError(
-            "--loss-chunks: the model's own loss is not torch's cross_entropy, a mean without weights of classes, so it may "
-            "take the logits as a whole. Leave --loss-chunks out."
+            "--loss-chunks: the loss is not torch's cross_entropy, a mean without weights of classes, so it may take the "
+            "logits as a whole. Leave --loss-chunks out."
         )
     return found[0]
 

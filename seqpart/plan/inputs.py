@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.capture.capture import chain_and_loss, chain_of
+from seqpart.capture.inputs import Form
 from seqpart.capture.outputs import Outputs
 from seqpart.capture.own_loss import OwnLoss
 from seqpart.data.classes import are_mixed, count_classes
@@ -24,11 +25,12 @@ from seqpart.device.limit import any_plan_fits, enforced, limit_of, margin_of, w
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
 from seqpart.fields import as_text, per_partition, values_of
 from seqpart.methods.method import Method, PartitionLoss, Targets
+from seqpart.model.blocks import Chain
 from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.loss_chunks import Head, LossInChunks
 from seqpart.model.loss_probe import BY_NAME, judging
-from seqpart.model.losses import LossFunction, LossSource, plain_of, refuse_unlike, token_cross_entropy
+from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
 from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_joint, refuse_unknown, refuse_unlike_pieces, scheduled
 from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, reduction_of
 from seqpart.model.scheduler import refuse_unfit
@@ -81,10 +83,12 @@ class Inputs:
             undo.callback(meta.give_back)
             row, cast, in_chunks = (train.shape, train.dtype, train.form), settings.autocast, loss_chunks != 1
             if in_chunks:
-                refuse_whole(settings, train, final_loss)
+                refuse_whole(settings, train)
             if final_loss == "model":
                 labels = train.one_label() if train.labelled else None
                 self.chain, final_loss = chain_and_loss(model, *row, labels, cast, in_chunks=in_chunks)
+            elif in_chunks and final_loss is not None:
+                self.chain, final_loss = chain_and_recorded_loss(final_loss, model, *row, train.one_label(), cast)
             else:
                 outputs = outputs_for(final_loss, train, cast)
                 self.chain = chain_of(model, *row, cast, outputs, in_chunks=in_chunks)
@@ -492,19 +496,34 @@ class Inputs:
         return max(0, peak - targets), targets
 
 
-def refuse_whole(settings: Settings, train: Split, loss: LossSource) -> None:
+def refuse_whole(settings: Settings, train: Split) -> None:
     """Raises ModelError where a loss cannot be computed over chunks of positions, whatever the model."""
     why = ""
     if not settings.methods[0].exact or settings.methods[0].in_pairs:
         why = f"goes with --method auto, full, checkpointed or streamed; found {settings.method}"
-    elif loss not in (None, "model") and plain_of(loss) is not token_cross_entropy:
-        why = f"the loss is a function, {name_of(loss)}, which may look at all logits at once. Take the default, or the model's"
     elif train.label_form or train.labels.is_floating_point() or (train.labels.ndim < 2 and train.labelled):
         why = "goes with labels that are classes of positions, (rows, positions)"
     elif settings.loss_name not in (None, "cross-entropy"):
         why = f"goes with cross-entropy; found --loss {settings.loss_name}"
     if why:
         raise ModelError(f"--loss-chunks: {why}. Leave it out.")
+
+
+def chain_and_recorded_loss(
+    loss: LossFunction, model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor,
+    autocast: torch.dtype | None,
+) -> tuple[Chain, OwnLoss]:  # fmt: skip
+    """Returns the model as a chain that ends before its head, and the user's loss, recorded. Raises ModelError."""
+    try:
+        return chain_and_loss(model, shape, dtype, form, labels, autocast, in_chunks=True, loss=loss)
+    except Exception as error:
+        if isinstance(error, ModelError) and error.with_flags.startswith("--loss-chunks"):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ModelError(
+            f"--loss-chunks: the loss {name_of(loss)} could not be looked into, to see whether it takes the logits position by "
+            f"position: {reason}. Let it return torch's cross_entropy of the logits, or leave --loss-chunks out."
+        ) from error
 
 
 def tokens_in_chunks(loss: LossFunction, head: Head, loss_chunks: int) -> LossInChunks:

@@ -108,20 +108,56 @@ def rows(shape=(POSITIONS,), labels=None):
     return torch.randint(CLASSES, (4, *shape)), torch.randint(CLASSES, (4, *shape)) if labels is None else labels
 
 
-def own_loss(output, labels):
-    return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+criterion = nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=0)
+
+
+LOSSES = {
+    "torch's function": lambda output, labels: F.cross_entropy(output.flatten(0, 1), labels.flatten()),
+    "torch's module": lambda output, labels: criterion(output.view(-1, CLASSES), labels.view(-1)),
+    "of most positions": lambda output, labels: F.cross_entropy(output[:, 1:].flatten(0, 1).float(), labels[:, 1:].flatten()),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_function_that_is_the_cross_entropy_of_positions_is_computed_over_chunks(name):
+    model, (x, labels) = LM(), rows()
+    found, own = chain_and_loss(model, (POSITIONS,), torch.int64, (), labels, in_chunks=True, loss=LOSSES[name])
+    states = x
+    for block in found:
+        (states,) = block.alive(states)
+    loss = own.in_chunks(found.head, 3)
+    torch.testing.assert_close(loss(states, labels), LOSSES[name](model(x), labels))
+    assert own.called == own_name(LOSSES[name])
+
+
+def own_name(loss):
+    return loss.__qualname__
+
+
+def unequal(output, labels):
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), weight=torch.ones(CLASSES))
+
+
+def hardest(output, labels):
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="none").topk(3).values.mean()
+
+
+def failing(output, labels):
+    return output @ labels
 
 
 @pytest.mark.parametrize(
     ("options", "data", "said"),
     [
-        ({"loss": own_loss}, rows(), "a function, own_loss"),
+        ({"loss": unequal}, rows(), "a mean without weights of classes"),
+        ({"loss": hardest}, rows(), "not torch's cross_entropy"),
+        ({"loss": failing}, rows(), "failing could not be looked into"),
         ({"loss": "psl"}, rows(), "found --loss psl|found loss"),
         ({"method": "sil"}, rows(), "found sil"),
         ({}, rows(labels=torch.randint(3, (4,))), "classes of positions"),
         ({}, rows(labels=torch.randn(4, POSITIONS)), "classes of positions"),
     ],
-    ids=["a function", "another loss", "another method", "a label a row", "floats"],
+    ids=["weights", "hard positions", "an error", "another loss", "another method", "a label a row", "floats"],
 )
 def test_what_cannot_be_computed_over_chunks_is_refused_in_words(options, data, said, tmp_path):
     options = {"mem_limit": "2GB", "method": "full", "loss_chunks": 2, "batch_size": 4, "quiet": True, **options}
