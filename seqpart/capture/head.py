@@ -6,14 +6,16 @@ and slices of positions, which are taken from the layer's inputs instead.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from seqpart.capture.program import Op, RecordedHead, Ref, leaves, mapped
+from seqpart.capture.program import Op, Own, RecordedHead, Ref, leaves, mapped
 from seqpart.capture.segment import Segment, Steps
 from seqpart.errors import ModelError
 from seqpart.model.inspection import is_listened_to
@@ -24,9 +26,11 @@ _VALUES = {"float", "double", "to", "type", "mul", "div", "__mul__", "__rmul__",
 """Names of calls that change a score alone: its type, scale or cap."""
 
 
-def built(head: RecordedHead, layer: nn.Linear) -> Head:
-    """Returns the head with the model's own layer."""
-    return Head(head.path, layer, _run(head.slices, {}), _run(head.scores, {head.path: layer}))
+def built(head: RecordedHead, segment: Segment) -> Head:
+    """Returns the head. segment: has its modules and tensors."""
+    select, scores = segment.run_of(_chained(head.slices)), segment.run_of(_chained(head.scores))
+    parameters = partial(segment.parameters_of, head.scores[0])
+    return Head(head.name, (head.inputs, head.classes), parameters, select, scores)
 
 
 def head_of(model: nn.Module, ops: Sequence[Op], judged: int, shapes: Mapping[int, tuple[int, ...]]) -> RecordedHead:
@@ -41,9 +45,11 @@ def head_of(model: nn.Module, ops: Sequence[Op], judged: int, shapes: Mapping[in
         if op is None:
             raise _none("they come from no linear layer")
         taken = [leaf for leaf in leaves((op.args, op.kwargs)) if isinstance(leaf, Ref | torch.Tensor)]
-        if len(taken) != 1 or op.owned or op.changed or op.rebinds or not op.grad or not isinstance(taken[0], Ref):
+        is_linear = op.function is F.linear and isinstance(op.args[0], Ref)
+        plain = not (op.owned and not is_linear) and not op.changed and not op.rebinds and op.grad
+        if not plain or len(taken) != 1 or not isinstance(taken[0], Ref):
             raise _none(f"they come from {_name(op)}, in {op.where}")
-        if op.is_module:
+        if op.is_module or is_linear:
             break
         old, new = shapes[taken[0].number], shapes[number]
         if _name(op) in _SHAPES and old[-1:] == new[-1:] == (classes,) and math.prod(old) == math.prod(new):
@@ -55,19 +61,22 @@ def head_of(model: nn.Module, ops: Sequence[Op], judged: int, shapes: Mapping[in
         else:
             raise _none(f"they go through {_name(op)}, in {op.where}")
         number = taken[0].number
-    layer = model.get_submodule(str(op.function))
-    if type(layer) is not nn.Linear or is_listened_to(layer):
-        raise _none(f"they come from {op.function}, a {type(layer).__name__}" + " with hooks" * (type(layer) is nn.Linear))
-    if sum(other.function == op.function for other in ops) > 1:
-        raise _none(f"{op.function} is called more than once")
+    if op.is_module:
+        layer = model.get_submodule(str(op.function))
+        if type(layer) is not nn.Linear or is_listened_to(layer):
+            raise _none(f"they come from {op.function}, a {type(layer).__name__}" + " with hooks" * (type(layer) is nn.Linear))
+        if sum(other.function == op.function for other in ops) > 1:
+            raise _none(f"{op.function} is called more than once")
+    own = [leaf.name for leaf in leaves((op.args, op.kwargs)) if isinstance(leaf, Own)]
+    name, states = str(op.function) if op.is_module else own[0], taken[0].number
     scores = (op, *reversed(values))
-    return RecordedHead(str(op.function), taken[0].number, classes, scores, tuple(reversed(slices)))
+    return RecordedHead(name, states, shapes[states][-1], classes, scores, tuple(reversed(slices)))
 
 
 def _none(why: str) -> ModelError:
     return ModelError(
-        "--loss-chunks: the logits must be the output of an nn.Linear, at most scaled, capped, reshaped or cut to some "
-        f"positions before the loss; {why}. Let the model end so, or leave --loss-chunks out."
+        "--loss-chunks: the logits must be the output of an nn.Linear or of F.linear, at most scaled, capped, reshaped or cut "
+        f"to some positions before the loss; {why}. Let the model end so, or leave --loss-chunks out."
     )
 
 
@@ -83,18 +92,9 @@ def _slices(index: Any, dimensions: int) -> bool:
     return len(parts) < dimensions or parts[-1] is Ellipsis or parts[-1] in (slice(None), slice(0, None))
 
 
-def _run(ops: Sequence[Op], modules: Mapping[str, nn.Module]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function of one tensor that makes these calls one after the other."""
-    if not ops:
-        return torch.positive
-    steps = Steps(tuple(_numbered(op, number) for number, op in enumerate(ops)), (0,), (len(ops),), None)
-    segment = Segment(modules, {}, steps, steps, "head")
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = segment(x)[0]
-        return found
-
-    return run
+def _chained(ops: Sequence[Op]) -> Steps:
+    """Returns calls of one tensor as steps, each of the result of the one before it."""
+    return Steps(tuple(_numbered(op, number) for number, op in enumerate(ops)), (0,), (len(ops),), None)
 
 
 def _numbered(op: Op, number: int) -> Op:

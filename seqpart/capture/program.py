@@ -107,10 +107,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class RecordedHead:
-    """The linear layer at `path`, of the tensor with number `states`, and what follows it up to the loss."""
+    """The last linear layer of a model, of the tensor with number `states`, and what follows it up to the loss."""
 
-    path: str
+    name: str
     states: int
+    inputs: int
     classes: int
     scores: tuple[Op, ...]
     """The layer's call, and those that change each score alone."""

@@ -12,7 +12,7 @@ which keeps the logits of all chunks. Autograd goes through the chunks from the 
 gradient is a sum over them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,10 @@ class Head:
     """The last linear layer of a model, and what follows it position by position."""
 
     name: str
-    """Path of the layer in the model."""
-    layer: nn.Linear
+    """Path in the model of the layer, or of its weight."""
+    shape: tuple[int, int]
+    """Numbers of inputs and of classes."""
+    parameters: Callable[[], Sequence[nn.Parameter]]
     select: Callable[[torch.Tensor], torch.Tensor]
     """Chooses the positions that the loss looks at, of states (rows, ..., inputs)."""
     scores: Callable[[torch.Tensor], torch.Tensor]
@@ -55,7 +57,7 @@ class LossInChunks:
         """part: the loss's factor in its update, which backward multiplies it by: gradients are computed with it already."""
         selected, targets = self.head.select(states).flatten(0, -2), self._targets(labels)
         assert targets is not None
-        targets, parameters = targets.flatten(), tuple(self.head.layer.parameters())
+        targets, parameters = targets.flatten(), self.head.parameters()
         loss, best = _Chunks.apply(self, part, torch.is_grad_enabled(), targets, selected, *parameters)
         self._best = best, targets.where(targets != self.ignored, -1)
         found: torch.Tensor = loss

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -221,9 +222,8 @@ class Inputs:
             self.chain, self.train.shape, micro_batch, granule=self.device.granule, dtype=self.train.dtype,
             autocast=self.settings.autocast,
         )  # fmt: skip
-        if (head := self.chain.head) is not None:  # its gradient is there when the last block's are computed
-            learns = sum(one.nbytes for one in head.layer.parameters() if one.requires_grad)
-            costs = (*costs[:-1], replace(costs[-1], backward_peak=costs[-1].backward_peak + learns))
+        if self.chain.head is not None:
+            costs = (*costs[:-1], with_head(costs[-1], self.chain.head))
         if self.trials.held() > before + _LEFT_LYING:  # graphs in cycles, and what fake tensors remember of every shape
             FakeTensorMode.cache_clear()
             gc.collect()
@@ -244,7 +244,7 @@ class Inputs:
     def _judged_shape(self, last: BlockCost) -> tuple[int, ...]:
         """Shape of one row of what the loss takes: the chain's output, or that of the head behind it."""
         head = self.chain.head
-        return last.output_shape if head is None else (*last.output_shape[:-1], head.layer.out_features)
+        return last.output_shape if head is None else (*last.output_shape[:-1], head.shape[1])
 
     def _refuse_giants(self) -> None:
         """Raises DoesNotFit for a block too large for this machine, before the loss is measured (slow for wide blocks)."""
@@ -507,6 +507,13 @@ def refuse_whole(settings: Settings, train: Split) -> None:
         why = f"goes with cross-entropy; found --loss {settings.loss_name}"
     if why:
         raise ModelError(f"--loss-chunks: {why}. Leave it out.")
+
+
+def with_head(cost: BlockCost, head: Head) -> BlockCost:
+    """Returns the cost of the last block together with the head behind it, except for the memory of the loss."""
+    flops = 2 * prod(cost.gives[-1].shape[:-1]) * prod(head.shape)
+    # The head's gradient is there already when the block's own are computed.
+    return replace(cost, backward_peak=cost.backward_peak + cost.gradients, head_flops=flops)
 
 
 def chain_and_recorded_loss(

@@ -39,6 +39,9 @@ from seqpart.store.direct import REQUEST
 from seqpart.store.row_file import RowLayout
 from seqpart.units import format_size, parse_size
 
+_MOST_CHUNKS = 256
+"""Most chunks of the loss that a plan takes unasked: beyond, each has more overhead than logits."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
@@ -138,7 +141,7 @@ class Planner(Inputs):
             try:
                 return self.measured(partial(self._planned, asked), partial(self._planned, replace(asked, draft=True)))
             except DoesNotFit:
-                if self.loss_chunks is not None or asked.loss_chunks >= self.train.one_label().numel():
+                if self.loss_chunks is not None or asked.loss_chunks >= _MOST_CHUNKS:
                     raise
                 asked = replace(asked, loss_chunks=2 * asked.loss_chunks)
 

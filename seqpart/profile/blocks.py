@@ -79,6 +79,8 @@ class BlockCost:
     gives: tuple[Value, ...]
     flops: int
     """Floating point operations of one forward pass."""
+    head_flops: int = 0
+    """Those of the layer behind it that the loss computes, which no real run of the block times."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     """Seconds of a real run with as many rows; 0 where there was none."""

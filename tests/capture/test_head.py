@@ -45,6 +45,7 @@ WAYS = {
     "the layer itself": lambda self, states: self.head(states),
     "a cap": lambda self, states: 30 * torch.tanh(self.head(states) / 30),
     "a scale, in another type": lambda self, states: self.head(states).double().mul(0.25),
+    "a function": lambda self, states: F.linear(states, self.head.weight, self.head.bias),
     "other shapes": lambda self, states: self.head(states.reshape(-1, WIDTH)).view(-1, POSITIONS, CLASSES).contiguous(),
 }
 
@@ -56,7 +57,7 @@ def test_states_and_head_have_the_scores_of_the_model(way):
     x = tokens
     for block in found:
         (x,) = block.alive.eval()(x)
-    assert x.shape[-1] == WIDTH and found.head.layer is model.head
+    assert x.shape[-1] == WIDTH and {*found.head.parameters()} == {model.head.weight, model.head.bias}
     assert torch.equal(found.head.scores(found.head.select(x).flatten(0, -2)), model(tokens).flatten(0, -2))
     own = {found[-1].exported(name) for name, _ in found[-1].alive.named_parameters()}
     assert own == {"norm.weight", "norm.bias", "head.weight", "head.bias"}

@@ -19,7 +19,7 @@ INPUTS, CLASSES = 5, 37
 
 
 def head_of(layer, scores=None):
-    return Head("head", layer, torch.positive, scores or layer)
+    return Head("head", (layer.in_features, layer.out_features), lambda: [*layer.parameters()], torch.positive, scores or layer)
 
 
 def plain(layer, states, labels, chunks, smoothing=0.0):
