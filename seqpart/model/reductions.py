@@ -101,7 +101,7 @@ def judged(
     """
     count = None if reduction is None or reduction.counts is None else _number(reduction.counts(labels))
     if isinstance(loss, LossInChunks):
-        if reduction is not None and span is not None:
+        if reduction is not None and span is not None and torch.is_grad_enabled():
             weight = len(labels) if count is None else count
             loss = functools.partial(loss, part=share_of_update(LossValue(output, weight, reduction.kind), span)[0])
     elif count == 0:  # 0 / 0

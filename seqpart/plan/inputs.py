@@ -213,7 +213,10 @@ class Inputs:
         self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, self.train.count)))
         # Read once: a second plan, after a failed allocation, is made when the host pool has taken its share.
         self.host_free = host_memory_free()
-        rows = min(self.largest_batch, self.train.count, 256)  # a rate, and not the memory of a whole batch
+        rows = min(self.largest_batch, self.train.count)
+        if self.chain.head is not None:
+            rows *= prod(self.train.one_label().shape[1:])  # each position is a row of the head
+        rows = min(rows, 256)  # a rate, and not the memory of a whole batch
         self.speeds = MEASURED.speeds(self.device, self.possible_optimizers()[0], rows, self.folder, self.dry)
 
     def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
