@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from seqpart.model.losses import IGNORED
+from seqpart.model.losses import IGNORED, summed_cross_entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +67,6 @@ class LossInChunks:
         found, self._best = self._best, None
         return found
 
-    def sum_of(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(
-            scores, targets, ignore_index=self.ignored, reduction="sum", label_smoothing=self.smoothing
-        )  # fmt: skip
-
 
 class _Chunks(torch.autograd.Function):
     """Computes the gradients in its forward pass, where the logits of a chunk are there."""
@@ -92,7 +86,7 @@ class _Chunks(torch.autograd.Function):
             with torch.set_grad_enabled(any(wanted)):
                 leaf = own.detach().requires_grad_(wanted[0])
                 scores = loss.head.scores(leaf)
-                total = loss.sum_of(scores, labels)
+                total = summed_cross_entropy(scores, labels, loss.ignored, loss.smoothing)
             best.append(scores.detach().argmax(1))
             sums.append(total.detach())
             del scores

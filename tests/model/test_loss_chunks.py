@@ -131,3 +131,13 @@ def test_no_tensor_has_the_logits_of_more_than_a_chunk(learns):
         if learns:
             loss.backward()
     assert seen.most == -(-120 // 7) * 400
+
+
+def test_large_chunks_too_have_the_bits_of_the_plain_loop():
+    """Their log-probabilities are computed again in backward, by a piece at a time."""
+    layer, states = nn.Linear(4, 60_000), torch.randn(1, 160, 4, requires_grad=True)
+    labels = torch.randint(60_000, (1, 160))
+    labels[0, 70:90] = -100
+    expected = learned(lambda x: plain(layer, x, labels, 2), states, layer, 0.3)
+    found = learned(lambda x: LossInChunks(head_of(layer), torch.flatten, 2)(x, labels, 0.3), states, layer, 0.3)
+    assert all(map(torch.equal, found, expected))
