@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import re
 
 import pytest
 import torch
@@ -254,9 +253,9 @@ LARGE, LONG = 128_256, 2048
 @pytest.mark.own_process
 def test_a_vocabulary_of_128_k_trains_under_a_limit_that_its_logits_would_pass(tmp_path):
     gc.collect()
-    limit = measure_runtime(Device()) + (400 << 20)
+    limit = measure_runtime(Device()) + (300 << 20)
     model = of_transformers("Llama", vocab_size=LARGE, hidden_size=32, max_position_embeddings=LONG)
-    x = torch.randint(LARGE, (2, LONG))
+    x = torch.randint(LARGE, (1, LONG))
     options = {
         "mem_limit": limit,
         "method": "auto",
@@ -271,8 +270,3 @@ def test_a_vocabulary_of_128_k_trains_under_a_limit_that_its_logits_would_pass(t
     result = trainer(tmp_path / "2", model, loss_chunks="auto", **options).fit((x, x))
     assert result.proof.violations == 0 and result.plan.loss_chunks > 1
     assert 0.95 * result.plan.peak <= result.proof.peak <= 1.01 * result.plan.peak
-    with pytest.raises(DoesNotFit) as refusal:
-        trainer(tmp_path / "3", model, loss_chunks="auto", tile="never", **options | {"mem_limit": limit - (320 << 20)}).plan(
-            (x, x)
-        )
-    assert re.search(r"smallest limit that fits: \d+MB", str(refusal.value))
