@@ -83,6 +83,10 @@ class Limits:
     """Split nn.Linear and nn.Embedding layers with a larger weight, and transformers' layers of experts, into tiles of at most
     this size, which are loaded one by one: a size such as 16MB, never, or auto (exact methods, if nothing fits without). Sums
     over tiles round differently: the input gradient of a Linear and of experts, and more than two experts of a token."""
+    loss_chunks: Annotated[Literal["auto"] | int, Note(expected="auto or a number from 1 up", metavar="auto|INT")] = "auto"
+    """Chunks of positions over which a language model's last linear layer and its cross-entropy are computed, forward and
+    backward of each together, so that the logits of a micro-batch never exist whole: a number, or auto (1, and more with exact
+    methods if nothing fits so). Sums of other numbers of chunks round differently."""
     micro_batch_size: Positive[int] = None
     """Rows on the device at once. Default: the largest that fits."""
     device: str = "auto"
@@ -106,6 +110,15 @@ class Limits:
         if isinstance(asked, int) or asked[0] != 0 or any(b <= a for a, b in itertools.pairwise(asked)):
             raise _unreadable("partitions", as_text(asked))
         return None, asked
+
+    @property
+    def chunks(self) -> int | None:
+        """Chunks of the loss; None: auto. Raises OptionError."""
+        if self.loss_chunks == "auto":
+            return None
+        if self.loss_chunks < 1:
+            raise _unreadable("loss_chunks", self.loss_chunks)
+        return self.loss_chunks
 
     @property
     def tile_bytes(self) -> int | None:

@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
     method: Method
     partitions: Literal["auto"] | PerPartition[int]
     tile: str | int
+    loss_chunks: Literal["auto"] | int
     micro_batch_size: Positive[int]
     device: str
     ram_limit: str | int | float | None

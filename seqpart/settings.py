@@ -42,7 +42,7 @@ class Settings(Config):
             object.__setattr__(self, field.name, value)
         epochs = tuple(map(lengths.whole_where_it_is, values_of(self.epochs)))
         object.__setattr__(self, "epochs", epochs if isinstance(self.epochs, tuple) else epochs[0])
-        _ = self.saving, self.exporting, self.partition_choice(), self.tile_bytes, self.tests, self.frozen
+        _ = self.saving, self.exporting, self.partition_choice(), self.tile_bytes, self.chunks, self.tests, self.frozen
         criterion_of(self.best_by)
         if isinstance(self.lr_schedule, str):
             rate_schedule(self.lr_schedule, self.warmup_updates)

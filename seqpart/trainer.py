@@ -160,18 +160,19 @@ class Trainer:
 
     def prepare(
         self, train: Split, test: Split, *, reuse: Plan | None = None, dry: bool = False, resumes: bool = False,
-        model: object = None,
+        model: object = None, loss_chunks: int | None = 1,
     ) -> Planner:  # fmt: skip
         """Checks and measures everything, ready to be planned. Modules passed built are empty until it is closed.
 
-        train, test: see `rows`. resumes: weights come from a checkpoint. model: replaces the trainer's own.
+        train, test: see `rows`. resumes: weights come from a checkpoint. model: replaces the trainer's own. loss_chunks: see
+        `Inputs`.
         """
         with translate_oom(self.device, "the model and the machine were measured"), self.device.own_random_state():
             refuse_untested(self.settings.between_tests, test.count)
             return preparation_of(self.settings)(
                 self.model if model is None else model, self.settings, train, test, self.device,
                 final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
-                resumes=resumes,
+                resumes=resumes, loss_chunks=loss_chunks,
             )  # fmt: skip
 
     def rows(self, train: object, test: object = None) -> tuple[Split, Split]:
@@ -184,16 +185,17 @@ class Trainer:
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Planner], plan: Callable[[Planner], ExecutionPlan],
-        again: Plan | None = None, *, in_pairs: bool = False, kept: LoopState | None = None,
+        again: Plan | None = None, *, in_pairs: bool = False, kept: LoopState | None = None, whole_logits: bool = False,
     ) -> tuple[Planner, ExecutionPlan]:  # fmt: skip
-        """Returns the planner of `prepare(model=...)`, and the plan, with large layers in tiles if nothing fits without.
+        """Returns the planner of `prepare(model=..., loss_chunks=...)`, and the plan, with the loss over chunks or large layers
+        in tiles if nothing fits without.
 
-        stack: closes the planner. again: see `tiles`. in_pairs: true if the model is separated into scores. kept: from the
-        checkpoint, the parameters that were frozen or trained.
+        stack: closes the planner. again, whole_logits: see `ways`. in_pairs: true if the model is separated into scores. kept:
+        from the checkpoint, the parameters that were frozen or trained.
         """
 
-        def work(attempt: ExitStack, model: object) -> tuple[Planner, ExecutionPlan]:
-            planner = attempt.enter_context(closing(prepare(model=model)))
+        def work(attempt: ExitStack, model: object, loss_chunks: int | None) -> tuple[Planner, ExecutionPlan]:
+            planner = attempt.enter_context(closing(prepare(model=model, loss_chunks=loss_chunks)))
             return planner, with_fewer_workers(planner, partial(plan, planner))
 
         stack.enter_context(as_written(self.model))
@@ -203,7 +205,27 @@ class Trainer:
         model = stack.enter_context(KeptModes(stack.enter_context(PlainTensors(model, self.device.kind))))
         if in_pairs:
             model = stack.enter_context(Separation(model, self.device, self.settings.seed))
-        return first_that_fits(stack, model, self.tiles(again), work)
+        return first_that_fits(stack, model, self.ways(again, whole_logits=whole_logits), work)
+
+    def ways(self, again: Plan | None = None, *, whole_logits: bool = False) -> list[tuple[int, int | None]]:
+        """Returns what is to be tried in order until a plan fits: sizes of tiles, each with the chunks of the loss, 1, or None
+        for the fewest that fit.
+
+        again: see `tiles`. whole_logits: true if metrics take them. Raises OptionError if the settings contradict that.
+        """
+        asked = self.settings.chunks
+        if again is not None and asked not in (None, again.loss_chunks):
+            had = f"a loss over {again.loss_chunks} chunk(s)"
+            raise OptionError(f"--loss-chunks: the plan to be carried out again has {had}. Leave it out.")
+        if whole_logits and asked not in (None, 1):
+            raise OptionError(
+                "--loss-chunks: compute_metrics takes all logits of a micro-batch at once. Leave one of them out."
+            )
+        exact = self.settings.methods[0].exact and not self._in_pairs
+        chunks: tuple[int | None, ...] = (1, None) if exact and not whole_logits else (1,)
+        if again is not None or asked is not None:
+            chunks = (again.loss_chunks if again is not None else asked,)
+        return [(size, count) for size in self.tiles(again) for count in chunks]
 
     def tiles(self, again: Plan | None = None) -> tuple[int, ...]:
         """Returns sizes in bytes of the tiles of large layers, to be tried in order until a plan fits; 0: no tiles.
@@ -304,7 +326,9 @@ class Trainer:
             plan = partial(self._planned, sampler, Planner.planned if resumed is None else resumed.planned)
             earlier = resumed.plan if resumed is not None else reuse
             with planning_shown(reporter):
-                planner, prepared = self._fitting(stack, prepare, plan, earlier, in_pairs=self._in_pairs, kept=kept)
+                planner, prepared = self._fitting(
+                    stack, prepare, plan, earlier, in_pairs=self._in_pairs, kept=kept, whole_logits=compute_metrics is not None
+                )
             run = Run(planner, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
             run.pauses.replans = prepared.method.exact and not (prepared.method.in_pairs or run.averages)
             if tracking is not None:
@@ -344,16 +368,19 @@ class Trainer:
             settings = evaluation_settings(self.settings, split.count, folder, weights)
             stack.enter_context(translate_oom(self.device, "the evaluation was planned, begun or ended"))
 
-            def prepare(model: object) -> Planner:
+            def prepare(model: object, loss_chunks: int | None) -> Planner:
                 return Planner(
                     model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
                     final_loss=self._loss, folder=folder, trains=False, trained=None if weights else self._trained,
+                    loss_chunks=loss_chunks,
                 )  # fmt: skip
 
             def plan(planner: Planner) -> ExecutionPlan:
                 return planner.planned(replace(planner.request, methods=(EVALUATION,)))
 
-            planner, prepared = self._fitting(stack, prepare, partial(self._planned, sampler, plan))
+            planner, prepared = self._fitting(
+                stack, prepare, partial(self._planned, sampler, plan), whole_logits=metrics is not None
+            )
             silent, observer = stack.enter_context(closing(WarningsAlone())), Observer(metrics=own_metrics(metrics))
             found = evaluated(Run(planner, prepared, silent, sampler, stack, observer=observer), before)
             reporter.say(f"{said}: {figures(found.loss, found.accuracy, found.metrics)}")
@@ -398,11 +425,11 @@ class Trainer:
             turns, opening = Turns(self._steps, learns, reached), ExitStack()
             sampler = self._begun(stack, reporter, opening)
 
-            def prepare(model: object) -> Planner:
+            def prepare(model: object, loss_chunks: int | None) -> Planner:
                 return Planner(
                     model, settings, rows, rows_of_a_window(rows), self.device, final_loss=self._loss,
                     optimizer=self._optimizer, folder=folder, whole=False,
-                    resumes=resumed is not None and resumed.manifest is not None,
+                    resumes=resumed is not None and resumed.manifest is not None, loss_chunks=loss_chunks,
                 )  # fmt: skip
 
             with translate_oom(self.device, "the session was planned"):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from seqpart.capture.cutting import Cutter, blocks_of
+from seqpart.capture.head import head_of
 from seqpart.capture.inputs import Form, described, refuse_misfit, unpacked
 from seqpart.capture.outputs import OtherRows, Outputs
 from seqpart.capture.own_loss import (
@@ -19,6 +20,7 @@ from seqpart.capture.own_loss import (
     loss_of,
     name_of_labels,
     refuse_labels_in_layers,
+    scores_in,
     split_off,
 )
 from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves
@@ -29,6 +31,7 @@ from seqpart.model.blocks import Chain, as_chain, refuse_without_values
 from seqpart.model.inspection import cure_of_tokens, cure_of_types, is_listened_to, left_as_they_are, listed, remembered
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
+from seqpart.model.reductions import name_of
 from seqpart.model.tensors import with_tensors
 from seqpart.model.tiling import Score, tile_of
 from seqpart.profile.fake_mode import FakeMode, quiet_log, quiet_random
@@ -42,25 +45,28 @@ off."""
 
 def chain_of(
     model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None,
-    outputs: Outputs | None = None,
+    outputs: Outputs | None = None, *, in_chunks: bool = False,
 ) -> Chain:  # fmt: skip
     """Returns a list of blocks or an nn.Sequential as a chain (see as_chain); traces any other module, and one with tiles.
 
     shape, dtype: of one row. form: how several inputs are packed in it. autocast: the type of the run's autocast.
-    outputs: joins several outputs of a traced model, for a loss that takes them all.
+    outputs: joins several outputs of a traced model, for a loss that takes them all. in_chunks: True if the chain is to end
+    before the head, see `Chain`.
     """
     if torch.is_anomaly_enabled():
         raise ModelError(
             "anomaly detection is on (torch.autograd.set_detect_anomaly): it looks at the values of every gradient, and a "
             "model is measured on tensors without values. Turn it off: a run ends with a message if a loss is not finite."
         )
-    whole = _has_a_forward(model) or (isinstance(model, nn.Module) and tile_of(model) > 0)
+    whole = _has_a_forward(model) or (isinstance(model, nn.Module) and (in_chunks or tile_of(model) > 0))
+    if in_chunks and not whole:
+        raise ModelError("--loss-chunks goes with an nn.Module; found a list of blocks. Give nn.Sequential(*blocks).")
     if form and not whole:
         raise ModelError(
             f"a list of blocks takes one tensor, and a row has a {'tuple' if form[0].name is None else 'dict'} of "
             f"{described(form)}. Give the tensor itself, (x, y), or an nn.Module that takes them."
         )
-    return trace(model, shape, dtype, form, autocast, outputs) if whole else as_chain(model)  # type: ignore[arg-type]
+    return trace(model, shape, dtype, form, autocast, outputs, in_chunks=in_chunks) if whole else as_chain(model)  # type: ignore[arg-type]
 
 
 def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
@@ -75,29 +81,33 @@ def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
 
 def chain_and_loss(
     model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor | None,
-    autocast: torch.dtype | None = None,
-) -> tuple[Chain, LossFunction]:  # fmt: skip
+    autocast: torch.dtype | None = None, *, in_chunks: bool = False, loss: LossFunction | None = None,
+) -> tuple[Chain, OwnLoss]:  # fmt: skip
     """Returns the model as a chain, and the loss that it computes itself when it gets labels (rows, ...) such as these.
 
-    labels: None if it needs none.
+    labels: None if it needs none. in_chunks: as in `chain_of`; the loss is that of the head's output nevertheless. loss: a
+    function to be recorded in the place of the model's own.
 
     Raises ModelError if it computes none, or one that needs a parameter of the model.
     """
-    if not _has_a_forward(model):
+    if not isinstance(model, nn.Module) or (loss is None and not _has_a_forward(model)):
         raise ModelError('loss="model": a list of blocks computes no loss. Give an nn.Module that does, or a function.')
     inputs = {one.name for one in form} | {getattr(model, "main_input_name", None)}
     given = Labels("", (), torch.int64)
     if labels is not None:
-        given = Labels(name_of_labels(model, inputs), tuple(labels.shape[1:]), label_dtype(labels))
+        name = name_of_labels(model, inputs) if loss is None else ""
+        given = Labels(name, tuple(labels.shape[1:]), label_dtype(labels), loss)
     outputs = Outputs(None, None, given.shape, given.dtype, nullcontext)
-    chain, program = _traced(model, shape, dtype, form, given, autocast, outputs)
+    chain, program = _traced(model, shape, dtype, form, given, autocast, outputs, in_chunks)
     assert program.loss is not None
-    return chain, OwnLoss(program.loss, model, outputs)
+    return chain, OwnLoss(program.loss, model, outputs) if loss is None else OwnLoss(
+        program.loss, model, outputs, name_of(loss)
+    )
 
 
 def trace(
     model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None,
-    outputs: Outputs | None = None,
+    outputs: Outputs | None = None, *, in_chunks: bool = False,
 ) -> Chain:  # fmt: skip
     """Returns the model as a chain of blocks that train and evaluate as it does. shape, dtype: of one row of its input.
 
@@ -105,12 +115,12 @@ def trace(
 
     Raises ModelError if it cannot be cut, with the module and the line that prevent it.
     """
-    return _traced(model, shape, dtype, form, None, autocast, outputs)[0]
+    return _traced(model, shape, dtype, form, None, autocast, outputs, in_chunks)[0]
 
 
 def _traced(
     model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: Labels | None,
-    autocast: torch.dtype | None, outputs: Outputs | None,
+    autocast: torch.dtype | None, outputs: Outputs | None, in_chunks: bool,
 ) -> tuple[Chain, Program]:  # fmt: skip
     """Returns the model as a chain, and its program in training mode."""
     refuse_without_values({type(model).__name__: model})
@@ -121,7 +131,8 @@ def _traced(
         try:
             blocks = blocks_of(model, whole)
             programs = [
-                _in_mode(model, blocks, shape, dtype, training, form, labels, autocast, outputs) for training in (True, False)
+                _in_mode(model, blocks, shape, dtype, training, form, labels, autocast, outputs, in_chunks)
+                for training in (True, False)
             ]
             return Cutter(model).chain(programs[0], programs[1], tuple(reasons)), programs[0]
         except OtherRows:
@@ -141,11 +152,11 @@ def _traced(
 
 def _in_mode(
     model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
-    labels: Labels | None, autocast: torch.dtype | None, outputs: Outputs | None,
+    labels: Labels | None, autocast: torch.dtype | None, outputs: Outputs | None, in_chunks: bool,
 ) -> Program:  # fmt: skip
     try:
         one, other = (
-            _recorded(model, blocks, (rows, *shape), dtype, training, form, labels, autocast, outputs)
+            _recorded(model, blocks, (rows, *shape), dtype, training, form, labels, autocast, outputs, in_chunks)
             for rows in (_ROWS, _OTHER_ROWS)
         )
         return generalised(one, other, _ROWS, _OTHER_ROWS)
@@ -168,7 +179,7 @@ def _without_draws(model: nn.Module) -> str:
 
 def _recorded(
     model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
-    labels: Labels | None, autocast: torch.dtype | None, outputs: Outputs | None,
+    labels: Labels | None, autocast: torch.dtype | None, outputs: Outputs | None, in_chunks: bool,
 ) -> Program:  # fmt: skip
     with ExitStack() as stack:
         fakes = stack.enter_context(_on_fakes(model))
@@ -184,11 +195,18 @@ def _recorded(
         outside = [part for part in model.modules() if part not in inside]
         buffers, before = {part: dict(part._buffers) for part in outside}, remembered(outside)
 
+        def run() -> Any:
+            found = run_on_rows(model, rows, form, named)
+            if labels is None or labels.loss is None:
+                return found
+            logits = judged_output(model, found)
+            return {"loss": labels.loss(logits, own_labels[0]), "logits": logits}
+
         def ran(*, again: bool = False) -> tuple[Recorder, Any]:
             recorder = Recorder(blocks, paths, names, autocast, largest=shape[0] != _ROWS, again=again)
             assert recorder.number(rows) == ROWS
             assert [recorder.number(tensor) for tensor in own_labels] in ([], [LABELS])
-            return recorder, _recorded_by(recorder, lambda: run_on_rows(model, rows, form, named))
+            return recorder, _recorded_by(recorder, run)
 
         recorder, found = ran()
         recorder.refuse_replaced_buffers(buffers)
@@ -207,12 +225,19 @@ def _recorded(
         )
         if join is not None:
             found = _recorded_by(recorder, join)
-        if labels is None:
-            return program_of(recorder, recorder.known(judged_output(model, found, outputs.why_not if outputs else "")))
-        assert loss is not None
-        program = program_of(recorder, recorder.known(found) if join else loss.takes[0], following(LABELS, recorder.ops))
-        refuse_labels_in_layers(model, program.ops)
-        return replace(program, loss=loss)
+        without = frozenset[int]() if labels is None else following(LABELS, recorder.ops)
+        if loss is None:
+            number = recorder.known(judged_output(model, found, outputs.why_not if outputs else ""))
+        else:
+            number = recorder.known(found) if join else loss.takes[0]
+        head = None
+        if in_chunks:
+            head = head_of(model, recorder.ops, number if loss is None else scores_in(loss), recorder.shapes)
+            number = head.states
+        program = program_of(recorder, number, without)
+        if loss is not None:
+            refuse_labels_in_layers(model, program.ops)
+        return replace(program, loss=loss, head=head)
 
 
 def _recorded_by(recorder: Recorder, run: Callable[[], Any]) -> Any:

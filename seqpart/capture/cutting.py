@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from seqpart.capture.head import built
 from seqpart.capture.program import OfRows, Op, Own, Program, Ref, leaves, mapped
 from seqpart.capture.segment import Segment, Steps
 from seqpart.errors import ModelError
@@ -128,12 +129,14 @@ class Cutter:
         numbers = {ROWS: ROWS} | {n: place for place, n in enumerate(itertools.chain(*train.gives), start=1)}
         theirs = {ROWS: ROWS} | dict(zip(itertools.chain(*evaluate.gives), itertools.chain(*train.gives), strict=True))
         spare = set(self._owners).difference(*(self._used(op) for cut in (train, evaluate) for op in cut.program.ops))
+        spare -= set().union(*(self._used(op) for op in training.head.scores)) if training.head is not None else set()
         unmoved = _unmoved(self._model)
         places = {id(parameter): n for n, parameter in enumerate(self._model.parameters())}
         blocks, names = [], _unique(self._named(train, place) for place in range(len(train.pieces)))
         for place, name in enumerate(names):
             last = place == len(names) - 1
-            segment, taken = self._segment(train, evaluate, place, theirs, spare if last else set())
+            beside = training.head.scores if last and training.head is not None else ()
+            segment, taken = self._segment(train, evaluate, place, theirs, spare if last else set(), beside)
             given = tuple(numbers[n] for n in train.gives[place])
             blocks.append(Block(place, name, segment, tuple(numbers[n] for n in taken), given))
             segment.unmoved = {
@@ -142,13 +145,15 @@ class Cutter:
             blocks[-1].places = {own: places[id(p)] for own, p in segment.named_parameters() if id(p) in places}
         differentiable = frozenset(numbers[n] for n in training.learns if n in numbers)
         wholes, tile = whole_names(self._model), tile_of(self._model)
-        return checked(Chain(blocks, differentiable, self._aliases(blocks), wholes, tile, whole_parts=whole_parts))
+        head = None if training.head is None else built(training.head, segment)
+        chain = Chain(blocks, differentiable, self._aliases(blocks), wholes, tile, whole_parts=whole_parts, head=head)
+        return checked(chain)
 
     def _segment(
-        self, train: _Cut, evaluate: _Cut, place: int, theirs: Mapping[int, int], spare: set[str]
+        self, train: _Cut, evaluate: _Cut, place: int, theirs: Mapping[int, int], spare: set[str], beside: Sequence[Op]
     ) -> tuple[Segment, list[int]]:
         """Returns a piece as a segment, and its inputs' numbers in training. spare: names of tensors that no call needs, but
-        that are written with the model."""
+        that are written with the model. beside: further calls whose modules and tensors it has."""
         rows = train.rows(place), evaluate.rows(place)
         back = {theirs[n]: n for n in evaluate.takes[place]}
         taken = sorted({*train.takes[place], *back})
@@ -158,8 +163,8 @@ class Cutter:
             for cut, order, at in zip((train, evaluate), orders, rows, strict=True)
         ]
         ops = [*train.pieces[place], *evaluate.pieces[place]]
-        paths = dict.fromkeys(op.function for op in ops if isinstance(op.function, str))
-        direct = dict.fromkeys([name for op in ops for name in sorted(op.owned)] + sorted(spare))
+        paths = dict.fromkeys(op.function for op in (*ops, *beside) if isinstance(op.function, str))
+        direct = dict.fromkeys([name for op in (*ops, *beside) for name in sorted(op.owned)] + sorted(spare))
         described = type(self._modules[next(reversed(paths), "")]).__name__
         modules, tensors = {path: self._called(path, ops) for path in paths}, {name: self._owners[name] for name in direct}
         return Segment(modules, tensors, steps[0], steps[1], described), taken

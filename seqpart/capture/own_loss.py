@@ -23,7 +23,8 @@ from seqpart.capture.program import Op, Own, Program, Ref, by_name, following, l
 from seqpart.capture.recorder import Recorder
 from seqpart.capture.segment import Segment, Steps
 from seqpart.errors import ModelError
-from seqpart.model.losses import scores_of
+from seqpart.model.loss_chunks import Head, LossInChunks
+from seqpart.model.losses import LossFunction, scores_of
 
 LABELS = 1
 """The number of the labels in a program that was recorded with labels."""
@@ -36,6 +37,8 @@ class Labels(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    loss: LossFunction | None = None
+    """A function that takes them instead, with the model's logits; it is recorded as if the model computed it."""
 
 
 def name_of_labels(model: nn.Module, inputs: Iterable[str | None]) -> str:
@@ -156,13 +159,16 @@ class OwnLoss:
     """The model's own loss (output, labels) -> scalar. For a cross-entropy, `counts(labels)` is the number of labels in its
     mean."""
 
-    def __init__(self, program: Program, model: nn.Module, outputs: Outputs) -> None:
-        """outputs: the tensors that it takes, where they are several. Raises ModelError if it uses a parameter of the model."""
+    def __init__(self, program: Program, model: nn.Module, outputs: Outputs, called: str = '"model"') -> None:
+        """outputs: the tensors that it takes, where they are several. called: its name in messages.
+
+        Raises ModelError if it uses a parameter of the model.
+        """
         self._takes, self._follows, self._joined = program.takes, program.follows, outputs.joined
         if self._joined is not None:
             self.example = self._joined.example
             self.of_batch, self.from_layers = self._joined.of_batch, self._joined.from_layers
-        self.called = '"model"'
+        self.called = called
         self._modules = {
             str(op.function): copy.deepcopy(model.get_submodule(str(op.function))) for op in program.ops if op.is_module
         }
@@ -179,10 +185,9 @@ class OwnLoss:
         self._writes = any(LABELS in op.changed or LABELS in (old for _, old in op.rebinds) for op in ops)
         self._loss = self._part(ops, [program.output])
         self._targets: Segment | None = None
-        mean = ops[-1] if ops and program.output in ops[-1].makes else None
-        asked = _of_cross_entropy(mean) if mean is not None else None
+        asked = cross_entropy_of(program)
         if asked is not None:
-            scores, labels, self._ignored = asked
+            scores, labels, self._ignored, self._smoothing = asked
             from_labels, free = needed_for({labels}, ops, {LABELS})
             if not free and labels in following(LABELS, ops):
                 self._targets = self._part(from_labels, [labels], from_labels=True)
@@ -219,6 +224,12 @@ class OwnLoss:
         found: torch.Tensor = self._targets(self._own(labels))[0]
         return found
 
+    def in_chunks(self, head: Head, chunks: int) -> LossInChunks:
+        """Returns the same loss of the states before the head. Raises ModelError if its labels depend on more than labels."""
+        if self._targets is None:
+            raise ModelError("--loss-chunks: the labels of its cross-entropy are made from more than `labels`. Leave it out.")
+        return LossInChunks(head, self.targets, chunks, self._ignored, self._smoothing)
+
     def _counted(self, labels: torch.Tensor) -> torch.Tensor:
         targets = self.targets(labels)
         assert targets is not None
@@ -236,14 +247,29 @@ class OwnLoss:
         return scores, targets.where(targets != self._ignored, -1)
 
 
-def _of_cross_entropy(op: Op) -> tuple[int, int, int] | None:
-    """Returns (scores, labels, ignored label) of a cross-entropy mean that weighs all classes equally; else None."""
+def scores_in(program: Program) -> int:
+    """Returns the number of the scores that a loss is the cross-entropy mean of. Raises ModelError if it is none."""
+    found = cross_entropy_of(program)
+    if found is None:
+        raise ModelError(
+            "--loss-chunks: the loss is not torch's cross_entropy, a mean without weights of classes, so it may take the "
+            "logits as a whole. Leave --loss-chunks out."
+        )
+    return found[0]
+
+
+def cross_entropy_of(program: Program) -> tuple[int, int, int, float] | None:
+    """Returns (scores, labels, ignored label, smoothing) of a loss that ends with a cross-entropy mean that weighs all classes
+    equally; else None."""
+    op = program.ops[-1] if program.ops else None
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    if op.function is not F.cross_entropy:
+    if op is None or program.output not in op.makes or op.function is not F.cross_entropy:
         return None
     given = dict(zip(names, op.args, strict=False)) | op.kwargs
     plain = given.get("weight") is None and given.get("size_average") is None and given.get("reduce") is None
     if not plain or given.get("reduction", "mean") != "mean":
         return None
     scores, labels = given["input"], given["target"]
-    return (scores.number, labels.number, given.get("ignore_index", -100)) if isinstance(labels, Ref) else None
+    if not isinstance(labels, Ref):
+        return None
+    return scores.number, labels.number, given.get("ignore_index", -100), given.get("label_smoothing", 0.0)

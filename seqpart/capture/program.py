@@ -101,6 +101,22 @@ class Program:
     """The loss computed from the output and the labels, if it was recorded with labels."""
     takes: tuple[int, ...] = ()
     """Numbers that such a loss takes beside the labels."""
+    head: "RecordedHead | None" = None
+    """The last layer behind the output, if the loss is to compute it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedHead:
+    """The last linear layer of a model, of the tensor with number `states`, and what follows it up to the loss."""
+
+    name: str
+    states: int
+    inputs: int
+    classes: int
+    scores: tuple[Op, ...]
+    """The layer's call, and those that change each score alone."""
+    slices: tuple[Op, ...]
+    """Calls that leave out positions."""
 
 
 def needed_for(

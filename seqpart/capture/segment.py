@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -130,10 +130,29 @@ class Segment(nn.Module):
         return taken, tuple(ops), said([Ref(number) for number in steps.gives]), steps.rows
 
     def forward(self, *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        steps = self._steps[self.training]
+        return self._run(self._steps[self.training], self._used_up[self.training], taken)
+
+    def run_of(self, steps: Steps) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns a function of one tensor that runs other calls with this segment's modules and tensors."""
+        used_up = _used_up(steps)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return self._run(steps, used_up, (x,))[0]
+
+        return run
+
+    def parameters_of(self, op: Op) -> list[nn.Parameter]:
+        """Returns the parameters of this segment that a call uses."""
+        modules = [self.get_submodule(self._paths[op.function])] if isinstance(op.function, str) else []
+        tensors = [getattr(self, self._names[name]) for name in sorted(op.owned)]
+        return [*(one for module in modules for one in module.parameters()), *tensors]
+
+    def _run(
+        self, steps: Steps, used_up_by: Sequence[Sequence[int]], taken: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
         values = dict(zip(steps.takes, taken, strict=True))
         rows = 0 if steps.rows is None else len(taken[steps.rows])
-        for op, used_up in zip(steps.ops, self._used_up[self.training], strict=True):
+        for op, used_up in zip(steps.ops, used_up_by, strict=True):
             self._do(op, values, rows, taken[0].device)
             for number in used_up:
                 values.pop(number, None)

@@ -42,8 +42,8 @@ class PartitionLoss(Protocol):
         """Returns the loss of `output` (rows, *boundary) with `labels` (rows, ...): a scalar mean over rows, or a LossValue."""
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns (scores (n, classes, ...), labels (n, ...)), larger is likelier; None if the output has no scores of classes.
-        Labels below 0 are ignored."""
+        """Returns (scores (n, classes, ...), labels (n, ...)), larger is likelier, or (likeliest classes (n,), labels (n,));
+        None if the output has no scores of classes. Labels below 0 are ignored."""
 
 
 class SyntheticLoss(PartitionLoss, Protocol):
@@ -188,12 +188,13 @@ class TrueLoss:
         self._function, self._reduction, self._seen = function, reduction, False
         self._held: Held | None = None
 
-    def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> LossValue:
+    def __call__(self, output: torch.Tensor, labels: torch.Tensor, span: Span | None = None) -> LossValue:
+        """span: the micro-batch's place in its update."""
         if self._seen or isinstance(output, FakeTensor):  # no weights are loaded while a plan is made
-            return judged(self._function, self._reduction, output, labels)
+            return judged(self._function, self._reduction, output, labels, span)
         self._seen = True
         with _WeightsAreThere():
-            return judged(self._function, self._reduction, output, labels)
+            return judged(self._function, self._reduction, output, labels, span)
 
     def hold(self, output: torch.Tensor, labels: torch.Tensor, span: Span, micro_batches: int) -> None:
         """Holds an update's outputs, to compare the losses of its micro-batches with that of the whole batch, if only a trial

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from seqpart.device.device import Device
 from seqpart.errors import ModelError
 from seqpart.model.inspection import beside, left_as_they_are, packed_in, said_of, structure_of
+from seqpart.model.loss_chunks import Head
 from seqpart.model.tensors import buffer_names, buffers_made, refuse_sharing, tensors_in_attributes, tensors_of
 from seqpart.store.layout import stride_of
 from seqpart.units import format_size
@@ -186,15 +187,16 @@ class Chain(Sequence[Block]):
     state_dict: the name by which a block has the same tensor}. wholes: {name of a tile: the name in the model of the tensor
     whose rows it has}, tiles of one tensor in the order of the chain. tile: most bytes of a tile; 0: there are none. begins:
     blocks that take the model's input; each after the first begins the chain of a part of the network. whole_parts: why modules
-    with layers of their own stay one block each.
+    with layers of their own stay one block each. head: the layer behind the last block, which the loss computes over chunks of
+    positions; its weights belong to that block.
     """
 
     def __init__(
         self, blocks: Iterable[Block], differentiable: frozenset[int] | None = None, aliases: Mapping[str, str] | None = None,
         wholes: Mapping[str, str] | None = None, tile: int = 0, begins: tuple[int, ...] = (0,),
-        whole_parts: tuple[str, ...] = (),
+        whole_parts: tuple[str, ...] = (), head: Head | None = None,
     ) -> None:  # fmt: skip
-        self.whole_parts = whole_parts
+        self.whole_parts, self.head = whole_parts, head
         self._blocks, self.differentiable, self.aliases = tuple(blocks), differentiable, aliases or {}
         self.wholes, self.tile, self.begins = wholes or {}, tile, begins
         self.ends = (*begins[1:], len(self._blocks))

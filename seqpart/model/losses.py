@@ -105,10 +105,22 @@ _CHUNK = 8 << 20
 """Bytes of the scores of one chunk."""
 
 
-def cross_entropy_in_chunks(scores: torch.Tensor, labels: torch.Tensor, nbytes: int = _CHUNK) -> torch.Tensor:
+def summed_cross_entropy(
+    scores: torch.Tensor, labels: torch.Tensor, ignored: int = IGNORED, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """Sum of the cross-entropy of scores (n, classes) over the labels (n,) that count: bit for bit F.cross_entropy's."""
+    whole = bool(label_smoothing) or ignored != IGNORED or scores.nbytes <= 2 * _CHUNK
+    if whole or torch.is_autocast_enabled(scores.device.type):
+        return F.cross_entropy(scores, labels, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing)
+    return cross_entropy_in_chunks(scores, labels, reduction="sum")
+
+
+def cross_entropy_in_chunks(
+    scores: torch.Tensor, labels: torch.Tensor, nbytes: int = _CHUNK, reduction: Literal["mean", "sum"] = "mean"
+) -> torch.Tensor:
     """F.cross_entropy of scores (n, classes) and labels (n,), bit for bit, with workspace of `nbytes` beside the scores and, in
     backward, their gradient, instead of three times the scores."""
-    loss: torch.Tensor = _InChunks.apply(scores, labels, max(1, nbytes * len(scores) // max(1, scores.nbytes)))
+    loss: torch.Tensor = _InChunks.apply(scores, labels, max(1, nbytes * len(scores) // max(1, scores.nbytes)), reduction)
     return loss
 
 
@@ -116,27 +128,27 @@ class _InChunks(torch.autograd.Function):
     """Cross-entropy that recomputes log-probabilities in backward instead of keeping them."""
 
     @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, labels: torch.Tensor, rows: int) -> torch.Tensor:
-        ctx.rows = rows
+    def forward(ctx: Any, scores: torch.Tensor, labels: torch.Tensor, rows: int, reduction: str) -> torch.Tensor:
+        ctx.rows, ctx.is_mean = rows, reduction == "mean"
         ctx.save_for_backward(scores, labels)
         found = [
             F.log_softmax(part, -1).gather(1, own.clamp(min=0).unsqueeze(1))
             for part, own in zip(torch.split(scores, rows), torch.split(labels, rows), strict=True)
         ]
         # As if every label were class 0 of one: then torch adds them up in its own order.
-        return F.nll_loss(torch.cat(found), labels.eq(IGNORED) * IGNORED)
+        return F.nll_loss(torch.cat(found), labels.eq(IGNORED) * IGNORED, reduction=reduction)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         scores, labels = ctx.saved_tensors
         counted = labels.ne(IGNORED)
-        each = torch.where(counted, -(grads[0] / counted.sum().to(scores.dtype)), 0.0)
+        each = torch.where(counted, -(grads[0] / counted.sum().to(scores.dtype) if ctx.is_mean else grads[0]), 0.0)
         found = torch.empty_like(scores)
         parts = (torch.split(tensor, ctx.rows) for tensor in (scores, labels, each, found))
         for part, own, gradient, into in zip(*parts, strict=True):
             chosen = torch.zeros_like(part).scatter_(1, own.clamp(min=0).unsqueeze(1), gradient.unsqueeze(1))
             into.copy_(torch._log_softmax_backward_data(chosen, F.log_softmax(part, -1), -1, part.dtype))
-        return found, None, None
+        return found, None, None, None
 
 
 LINEAR_FROM = 10.0

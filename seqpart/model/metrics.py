@@ -52,7 +52,8 @@ class Metrics:
     ) -> None:  # fmt: skip
         """Adds `total`, the mean loss of `rows` rows times `weight`, and such totals of its parts.
 
-        judged: scores (n, classes, ...) and labels (n, ...), of which those below 0 do not count; None without classes.
+        judged: scores (n, classes, ...), or the likeliest classes (n,), and labels (n, ...), of which those below 0 do not
+        count; None without classes.
         """
         self.loss = self.loss + total
         self.rows += rows
@@ -60,7 +61,8 @@ class Metrics:
         self.parts = {**self.parts, **{name: self.parts.get(name, 0.0) + part for name, part in parts.items()}}
         if judged is not None:
             scores, labels = judged
-            self.correct = self.correct + (scores.detach().argmax(1) == labels).sum()
+            best = scores.detach().argmax(1) if scores.ndim > 1 else scores
+            self.correct = self.correct + (best == labels).sum()
             self.judged = self.judged + (labels >= 0).sum()
         if self.beside is not None:
             self.beside.add(total, rows, None, weight=weight)

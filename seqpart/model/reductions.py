@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart.errors import DataError, OptionError
+from seqpart.model.loss_chunks import LossInChunks
 from seqpart.model.loss_probe import generators_left_alone, judging, refuse_borrowed, seed_all
 from seqpart.model.losses import (
     IGNORED,
@@ -38,6 +39,7 @@ from seqpart.model.losses import (
     token_cross_entropy,
     without_ones,
 )
+from seqpart.schedule.phase import Span
 
 Counts = Callable[[torch.Tensor], Any]
 """A function from labels (rows, ...) to the divisor of a mean over them: a number, or a tensor of one."""
@@ -89,13 +91,20 @@ class LossValue(NamedTuple):
         return loss.detach() if self.kind is Kind.SUM else loss.detach() * self.weight
 
 
-def judged(loss: LossFunction, reduction: Reduction | None, output: torch.Tensor, labels: torch.Tensor) -> LossValue:
+def judged(
+    loss: LossFunction, reduction: Reduction | None, output: torch.Tensor, labels: torch.Tensor, span: Span | None = None
+) -> LossValue:
     """Computes `loss` of one micro-batch. If nothing in it counts, loss and gradients are zero.
 
-    reduction: None for fake tensors, which can be differentiated but not counted.
+    reduction: None for fake tensors, which can be differentiated but not counted. span: the micro-batch's place in an update
+    whose gradients are computed.
     """
     count = None if reduction is None or reduction.counts is None else _number(reduction.counts(labels))
-    if count == 0:  # 0 / 0
+    if isinstance(loss, LossInChunks):
+        if reduction is not None and span is not None and torch.is_grad_enabled():
+            weight = len(labels) if count is None else count
+            loss = functools.partial(loss, part=share_of_update(LossValue(output, weight, reduction.kind), span)[0])
+    elif count == 0:  # 0 / 0
         return LossValue(output.flatten()[:0].sum(), 0.0, Kind.COUNTED)
     found: Any = loss(output, labels)
     if reduction is None:
@@ -107,6 +116,19 @@ def judged(loss: LossFunction, reduction: Reduction | None, output: torch.Tensor
     total, count = _pair(found)
     parts = {name: part / (count or 1.0) for name, part in _parts(found[0]).items()}
     return LossValue(total / (count or 1.0), count, Kind.COUNTED, parts)
+
+
+def share_of_update(verdict: LossValue, span: Span) -> tuple[float, float]:
+    """Returns (factor of a micro-batch's loss in its update, the weight it counted if the update is divided by their sum)."""
+    part = (span.stop - span.start) / span.update_rows
+    if part < 1.0 and verdict.kind is Kind.COUNTED:
+        return verdict.weight / span.update_rows, verdict.weight
+    if part < 1.0 and verdict.kind is Kind.WHOLE:
+        raise OptionError(
+            "memory ran out for a whole batch, and its loss is not the sum of its micro-batches': give a larger --mem-limit, "
+            "or a smaller --batch-size with the same --micro-batch-size."
+        )
+    return 1.0 if verdict.kind is Kind.SUM else part, 0.0
 
 
 def total_of(found: Any) -> torch.Tensor:

@@ -269,24 +269,26 @@ def piece_of(whole: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
     return piece
 
 
-def first_that_fits(stack: ExitStack, model: object, sizes: Sequence[int], work: Callable[[ExitStack, object], T]) -> T:
-    """Returns what `work` returns for the model with the first tile size of `sizes` at which it does not raise DoesNotFit.
+def first_that_fits(
+    stack: ExitStack, model: object, ways: Sequence[tuple[int, int | None]], work: Callable[[ExitStack, object, int | None], T]
+) -> T:
+    """Returns what `work` returns in the first of `ways` in which it does not raise DoesNotFit.
 
-    `stack` takes over the contexts that `work` entered, and restores the layers when it closes. Raises the last refusal.
+    ways: (tile size, chunks of the loss, see `Inputs`). work: gets a stack, the model in tiles, and the chunks. `stack` takes
+    over the contexts that `work` entered, and restores the layers when it closes. Raises the last refusal.
     """
     refusal: DoesNotFit | None = None
-    for size in sizes:
+    for size, chunks in ways:
         with ExitStack() as own:
             tiled = own.enter_context(Tiling(model, size))
             try:
-                found = work(own, tiled)
+                found = work(own, tiled, chunks)
             except DoesNotFit as error:
                 refusal = error.with_traceback(None)  # else its frames keep what was measured
                 refusal.__context__ = refusal.__cause__ = None
             except ModelError:
                 if refusal is None:
-                    raise
-                break  # the model cannot be cut into tiles
+                    raise  # else the model cannot be divided in this way
             else:
                 stack.enter_context(own.pop_all())
                 return found

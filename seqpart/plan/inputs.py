@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.capture.capture import chain_and_loss, chain_of
+from seqpart.capture.inputs import Form
 from seqpart.capture.outputs import Outputs
+from seqpart.capture.own_loss import OwnLoss
 from seqpart.data.classes import are_mixed, count_classes
 from seqpart.data.labels import LossOfSeveral, loss_for
 from seqpart.data.reading import Reading
@@ -23,8 +26,10 @@ from seqpart.device.limit import any_plan_fits, enforced, limit_of, margin_of, w
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
 from seqpart.fields import as_text, per_partition, values_of
 from seqpart.methods.method import Method, PartitionLoss, Targets
+from seqpart.model.blocks import Chain
 from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
+from seqpart.model.loss_chunks import Head, LossInChunks
 from seqpart.model.loss_probe import BY_NAME, judging
 from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
 from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_joint, refuse_unknown, refuse_unlike_pieces, scheduled
@@ -60,26 +65,34 @@ class Inputs:
         self, model: object, settings: Settings, train: Split, test: Split, device: Device,
         *, final_loss: LossSource = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
         reuse: Plan | None = None, trains: bool = True, whole: bool = True, resumes: bool = False, trained: Path | None = None,
+        loss_chunks: int | None = 1,
     ) -> None:  # fmt: skip
         """reuse: a plan whose choices are reused. trains: True if weights are trained; whole: on all rows there will be.
-        resumes: weights come from a checkpoint. trained: a file with weights of modules not alive, or with shapes alone."""
+        resumes: weights come from a checkpoint. trained: a file with weights of modules not alive, or with shapes alone.
+        loss_chunks: chunks of positions that the loss is computed over; None: more than one, the fewest that fit."""
         refuse_mismatch(train, test)
         self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
         self.reading = Reading(train, test, settings.workers, device)
         self._scheduled = cache(partial(scheduled, settings.lr_schedule))
         self._why_not = ""
         """Why the loss gets one tensor of those that the model returns."""
+        self.loss_chunks = loss_chunks
         own = None if optimizer is None else self._scheduled(averaging(optimizer, settings.ema))
         self._optimizer, self._reuse, self.folder, self.dry = own, reuse, folder, dry
         with ExitStack() as undo:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
             undo.callback(meta.give_back)
-            row, cast = (train.shape, train.dtype, train.form), settings.autocast
+            row, cast, in_chunks = (train.shape, train.dtype, train.form), settings.autocast, loss_chunks != 1
+            if in_chunks:
+                refuse_whole(settings, train)
             if final_loss == "model":
-                self.chain, final_loss = chain_and_loss(model, *row, train.one_label() if train.labelled else None, cast)
+                labels = train.one_label() if train.labelled else None
+                self.chain, final_loss = chain_and_loss(model, *row, labels, cast, in_chunks=in_chunks)
+            elif in_chunks and final_loss is not None:
+                self.chain, final_loss = chain_and_recorded_loss(final_loss, model, *row, train.one_label(), cast)
             else:
                 outputs = outputs_for(final_loss, train, cast)
-                self.chain = chain_of(model, *row, cast, outputs)
+                self.chain = chain_of(model, *row, cast, outputs, in_chunks=in_chunks)
                 final_loss = final_loss if outputs is None else outputs.loss
                 self._why_not = outputs.why_not if outputs is not None else ""
             self._starts = starts_of(model, len(self.chain))
@@ -145,7 +158,10 @@ class Inputs:
     @property
     def request(self) -> PlanRequest:
         """The request for a plan as the settings say."""
-        return PlanRequest(methods=self.methods, limit=self.limit, label_bytes=self.limit // 10, saved=self._reuse)
+        return PlanRequest(
+            methods=self.methods, limit=self.limit, label_bytes=self.limit // 10, saved=self._reuse,
+            loss_chunks=self.loss_chunks or 2,
+        )  # fmt: skip
 
     @contextmanager
     def under_limit(self) -> Iterator[None]:
@@ -207,7 +223,10 @@ class Inputs:
         self.runtime += sum(cost.held for cost in self.costs_at(min(self.largest_batch, self.train.count)))
         # Read once: a second plan, after a failed allocation, is made when the host pool has taken its share.
         self.host_free = host_memory_free()
-        rows = min(self.largest_batch, self.train.count, 256)  # a rate, and not the memory of a whole batch
+        rows = min(self.largest_batch, self.train.count)
+        if self.chain.head is not None:
+            rows *= prod(self.train.one_label().shape[1:])  # each position is a row of the head
+        rows = min(rows, 256)  # a rate, and not the memory of a whole batch
         optimizer, autocast = self.possible_optimizers()[0], self.settings.autocast
         self.speeds = MEASURED.speeds(self.device, optimizer, rows, self.folder, self.dry, autocast)
 
@@ -217,6 +236,8 @@ class Inputs:
             self.chain, self.train.shape, micro_batch, granule=self.device.granule, dtype=self.train.dtype,
             autocast=self.settings.autocast, real_run=self._real_run,
         )  # fmt: skip
+        if self.chain.head is not None:
+            costs = (*costs[:-1], with_head(costs[-1], self.chain.head))
         if self.trials.held() > before + _LEFT_LYING:  # graphs in cycles, and what fake tensors remember of every shape
             FakeTensorMode.cache_clear()
             gc.collect()
@@ -228,10 +249,16 @@ class Inputs:
         last, batch = self.costs_at(self.full_batch)[-1], self.settings.micro_batch_size
         sizes = {*values_of(self.settings.batch_size), self.settings.recovery_batch_size or self.largest_batch}
         divided = None if {min(size, self.train.count) for size in sizes} == {batch} else self.full_batch
-        shape, dtype, labels = last.output_shape, last.output_dtype, self.train.labels
-        return reduction_of(
+        shape, dtype, labels = self._judged_shape(last), last.output_dtype, self.train.labels
+        found = reduction_of(
             self._final_loss, shape, dtype, labels, self.test.labels, batch=divided, chosen=batch is not None
         )  # fmt: skip
+        return found if self.chain.head is None else replace(found, tried=False)  # a cross-entropy, whose outputs are not held
+
+    def _judged_shape(self, last: BlockCost) -> tuple[int, ...]:
+        """Shape of one row of what the loss takes: the chain's output, or that of the head behind it."""
+        head = self.chain.head
+        return last.output_shape if head is None else (*last.output_shape[:-1], head.shape[1])
 
     def _refuse_giants(self) -> None:
         """Raises DoesNotFit for a block too large for this machine, before the loss is measured (slow for wide blocks)."""
@@ -415,7 +442,7 @@ class Inputs:
 
     def loss_for(
         self, method: Method, label_bytes: int, partition: int, output_shape: tuple[int, ...], ends: bool, device: torch.device,
-        *, measured: bool = False,
+        loss_chunks: int, *, measured: bool = False,
     ) -> PartitionLoss | None:  # fmt: skip
         """Builds the loss of `partition`. ends: True if the network ends with it. measured: for fake tensors, without values to
         count."""
@@ -424,10 +451,17 @@ class Inputs:
             Targets(
                 partition=partition, partitions=partition + (1 if ends else 2), output_shape=output_shape,
                 label_shape=tuple(self.train.labels.shape[1:]), classes=self.classes, seed=settings.seed,
-                most=label_bytes, device=device, final_loss=self._final_loss,
+                most=label_bytes, device=device, final_loss=self._in_chunks(loss_chunks),
                 reduction=None if measured else self._reduction, config=settings,
             )
         )  # fmt: skip
+
+    def _in_chunks(self, loss_chunks: int) -> LossFunction:
+        """Returns the loss of the chain's output."""
+        head, loss = self.chain.head, self._final_loss
+        if head is None:
+            return loss
+        return loss.in_chunks(head, loss_chunks) if isinstance(loss, OwnLoss) else tokens_in_chunks(loss, head, loss_chunks)
 
     def loss_cost(self, request: PlanRequest, micro_batch: int, *, true: bool = False) -> LossCost:
         """Returns a function from a block to (peak, targets), bytes of the loss after it: the true loss after the last block, a
@@ -442,21 +476,25 @@ class Inputs:
             is_last = any(block is last for last in lasts)
             if not is_last and not (inner and self.cuts_behind(block)):
                 return 0, 0  # no partition's loss follows this block, and none may suit its shape
-            return self._measured_loss(method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last)
+            return self._measured_loss(
+                method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last, request.loss_chunks
+            )
 
-        refuse_unlike(self._final_loss, lasts[0].output_shape, self.classes, self.train.labels)
+        refuse_unlike(self._final_loss, self._judged_shape(lasts[0]), self.classes, self.train.labels)
         return cost
 
     def _measure_loss(
-        self, method: Method, label_bytes: int, micro_batch: int, shape: tuple[int, ...], dtype: torch.dtype, final: bool
-    ) -> tuple[int, int]:
+        self, method: Method, label_bytes: int, micro_batch: int, shape: tuple[int, ...], dtype: torch.dtype, final: bool,
+        loss_chunks: int,
+    ) -> tuple[int, int]:  # fmt: skip
         labels = torch.zeros((micro_batch, *self.train.labels.shape[1:]), dtype=self.train.label_type)
         targets = 0
 
         def judged(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             """Computes the loss as the executor does: scores are computed while the loss still holds its graph."""
             nonlocal targets
-            loss = self.loss_for(method, label_bytes, 0, shape, final, torch.device("cpu"), measured=True)  # may be large
+            device = torch.device("cpu")
+            loss = self.loss_for(method, label_bytes, 0, shape, final, device, loss_chunks, measured=True)  # may be large
             assert loss is not None
             targets = loss.nbytes
             with Device().autocast(self.settings.autocast):
@@ -466,9 +504,53 @@ class Inputs:
             return value.loss if isinstance(value, LossValue) else value
 
         against = f" against {self.classes or 'float'} {'classes' if self.classes else 'labels'}"
+        block = None if self.chain.head is None else self.chain[-1]
         with judging(name_of(self._final_loss), shape, against, values=False), quiet_log():
-            peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype, [labels])
+            peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype, [labels], block)
         return max(0, peak - targets), targets
+
+
+def refuse_whole(settings: Settings, train: Split) -> None:
+    """Raises ModelError where a loss cannot be computed over chunks of positions, whatever the model."""
+    why = ""
+    if not settings.methods[0].exact or settings.methods[0].in_pairs:
+        why = f"goes with --method auto, full, checkpointed or streamed; found {settings.method}"
+    elif train.label_form or train.labels.is_floating_point() or (train.labels.ndim < 2 and train.labelled):
+        why = "goes with labels that are classes of positions, (rows, positions)"
+    elif settings.loss_name not in (None, "cross-entropy"):
+        why = f"goes with cross-entropy; found --loss {settings.loss_name}"
+    if why:
+        raise ModelError(f"--loss-chunks: {why}. Leave it out.")
+
+
+def with_head(cost: BlockCost, head: Head) -> BlockCost:
+    """Returns the cost of the last block together with the head behind it, except for the memory of the loss."""
+    flops = 2 * prod(cost.gives[-1].shape[:-1]) * prod(head.shape)
+    # The head's gradient is there already when the block's own are computed.
+    return replace(cost, backward_peak=cost.backward_peak + cost.gradients, head_flops=flops)
+
+
+def chain_and_recorded_loss(
+    loss: LossFunction, model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor,
+    autocast: torch.dtype | None,
+) -> tuple[Chain, OwnLoss]:  # fmt: skip
+    """Returns the model as a chain that ends before its head, and the user's loss, recorded. Raises ModelError."""
+    try:
+        return chain_and_loss(model, shape, dtype, form, labels, autocast, in_chunks=True, loss=loss)
+    except Exception as error:
+        if isinstance(error, ModelError) and error.with_flags.startswith("--loss-chunks"):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ModelError(
+            f"--loss-chunks: the loss {name_of(loss)} could not be looked into, to see whether it takes the logits position by "
+            f"position: {reason}. Let it return torch's cross_entropy of the logits, or leave --loss-chunks out."
+        ) from error
+
+
+def tokens_in_chunks(loss: LossFunction, head: Head, loss_chunks: int) -> LossInChunks:
+    """Returns the cross-entropy of positions, `loss`, of the states before the head."""
+    smoothing = loss.keywords["label_smoothing"] if isinstance(loss, partial) else 0.0
+    return LossInChunks(head, torch.flatten, loss_chunks, smoothing=smoothing)
 
 
 def outputs_for(loss: LossFunction | None, train: Split, autocast: torch.dtype | None) -> Outputs | None:

@@ -90,6 +90,8 @@ class Plan:
     """Bytes of the C library's kept heap; 0: freed memory leaves the process."""
     tile: Whole = 0
     """Most bytes of a tile's weight: layers with larger weights are cut into tiles; 0: none is."""
+    loss_chunks: Positive = 1
+    """Chunks of positions that the last layer and the loss are computed over; 1: all logits of a micro-batch at once."""
     frozen: Whole = 0
     """Number of frozen parameters."""
     live_bytes: Whole = 0
@@ -223,6 +225,8 @@ class PlanRequest:
     saved: Plan | None = None
     """A plan whose choices are to be reused."""
     told: PlanWording = AS_ASKED
+    loss_chunks: Positive = 1
+    """Chunks of positions that the loss is computed over."""
     draft: bool = False
     """True for a plan that only says which blocks, with how many rows, are to be run for real before the plan is made."""
 

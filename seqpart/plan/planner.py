@@ -39,6 +39,9 @@ from seqpart.store.direct import REQUEST
 from seqpart.store.row_file import RowLayout
 from seqpart.units import format_size, parse_size
 
+_MOST_CHUNKS = 256
+"""Most chunks of the loss that a plan takes unasked: beyond, each has more overhead than logits."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
@@ -135,7 +138,13 @@ class Planner(Inputs):
     def planned(self, request: PlanRequest | None = None) -> ExecutionPlan:
         """Makes a new plan, or one with the cut and micro-batch of the saved plan. Raises like `prepare`."""
         asked = request or self.request
-        return self.measured(partial(self._planned, asked), partial(self._planned, replace(asked, draft=True)))
+        while True:
+            try:
+                return self.measured(partial(self._planned, asked), partial(self._planned, replace(asked, draft=True)))
+            except DoesNotFit:
+                if self.loss_chunks is not None or asked.loss_chunks >= _MOST_CHUNKS:
+                    raise
+                asked = replace(asked, loss_chunks=2 * asked.loss_chunks)
 
     def measured(self, plan: Callable[[], ExecutionPlan], draft: Callable[[], ExecutionPlan] | None = None) -> ExecutionPlan:
         """Repeats `plan` until the blocks that it uses have been run for real, each kind at the plan's micro-batch.
@@ -212,6 +221,8 @@ class Planner(Inputs):
         block_costs, training = self.costs_at(candidate.micro_batch), self._training(request, candidate)
         recovery = self._recovery(request, problem, candidate)
         reasons = (*reasons, *self._recovery_reasons(recovery))
+        if self.chain.head is not None:
+            reasons = (*reasons, self.chain.head.said(request.loss_chunks))
         reasons = (*reasons, *self.chain.said, *self.reading.said, *self.trials.untold)
         whole = self.chain.whole
         reasons = (*reasons, *stages_in_words(whole, block_costs[: len(whole)], self.late, self.settings.frozen))
@@ -231,14 +242,27 @@ class Planner(Inputs):
         places = self._host_places(problem, exchange_bytes, rooms, candidate, row_packs)
         host_pool_bytes = exchange_bytes + places.nbytes
         plan = self._plan(
-            problem, method, candidate, training, costs, phases, reasons, row_packs, host_pool_bytes, places.homes, recovery
+            problem,
+            method,
+            candidate,
+            training,
+            costs,
+            phases,
+            reasons,
+            row_packs,
+            host_pool_bytes,
+            places.homes,
+            recovery,
+            request.loss_chunks,
         )
         ends = [(block_costs[last - 1].output_shape, last in self.chain.ends) for _, last, _ in candidate.parts]
         return ExecutionPlan(
             request=request, plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
             stages=self._stages(phases, candidate, recovery),
             row_packs=row_packs, input_layout=self.reading.layout, partition_costs=costs, speeds=self.speeds,
-            loss=lambda p: self.loss_for(method, request.label_bytes, p, *ends[p], self.device.torch), places=places,
+            loss=lambda p: self.loss_for(
+                method, request.label_bytes, p, *ends[p], self.device.torch, request.loss_chunks
+            ), places=places,
             host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes, graph_rooms=rooms,
         )  # fmt: skip
 
@@ -390,6 +414,7 @@ class Planner(Inputs):
         self, problem: Problem, method: Method, candidate: Candidate, training: Sequence[PartitionTraining],
         costs: Sequence[PartitionCost], phases: Phases, reasons: tuple[str, ...],
         row_packs: Sequence[RowPack], host_pool_bytes: int, at_host: frozenset[int], recovery: Prediction | None,
+        loss_chunks: int,
     ) -> Plan:  # fmt: skip
         resources = replace(candidate.resources, at_host=at_host)
         walked, predicted_steps, seconds = simulate(phases.of_stage(0), costs, self.speeds, resources)
@@ -427,5 +452,6 @@ class Planner(Inputs):
                 remembers=self.settings.keep_best), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
             slots=used.resources.slots, update_seconds=round(candidate.seconds, 4),
-            heap=used.heap, tile=self.chain.tile, live_bytes=self.live_bytes, frozen=sum(cost.frozen for cost in costs),
+            heap=used.heap, tile=self.chain.tile, loss_chunks=loss_chunks,
+            live_bytes=self.live_bytes, frozen=sum(cost.frozen for cost in costs),
         )  # fmt: skip

@@ -79,6 +79,8 @@ class BlockCost:
     gives: tuple[Value, ...]
     flops: int
     """Floating point operations of one forward pass."""
+    head_flops: int = 0
+    """Those of the layer behind it that the loss computes, which no real run of the block times."""
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     """Seconds of a real run with as many rows; 0 where there was none."""
@@ -406,14 +408,18 @@ def _watch_inference(
 
 def measure_loss(
     loss: Callable[..., torch.Tensor], output_shape: tuple[int, ...], batch: int, granule: int = 1,
-    dtype: torch.dtype = torch.float32, labels: Sequence[torch.Tensor] = (),
+    dtype: torch.dtype = torch.float32, labels: Sequence[torch.Tensor] = (), block: Block | None = None,
 ) -> int:  # fmt: skip
-    """Most bytes alive in forward and backward of `loss` on outputs (batch, *output_shape), beyond these and `labels`."""
+    """Most bytes alive in forward and backward of `loss` on outputs (batch, *output_shape), beyond these and `labels`.
+
+    block: one whose weights the loss takes; their gradients are new.
+    """
     mode = FakeMode()
+    module, tensors = (nn.Module(), dict[str, torch.Tensor]()) if block is None else block.fake(mode)
     with mode:
         given = [torch.empty((batch, *output_shape), dtype=dtype, requires_grad=True), *map(mode.from_tensor, labels)]
-    with mode, SameTypes(), LiveBytes(granule) as live:  # type: ignore[no-untyped-call]
-        live.ignore(given)
+    with mode, with_tensors(module, tensors), SameTypes(), LiveBytes(granule) as live:  # type: ignore[no-untyped-call]
+        live.ignore([*given, *tensors.values()])
         loss(*given).backward()  # type: ignore[no-untyped-call]
         return int(live.peak)
 

@@ -177,7 +177,7 @@ def prefix_costs(
         gradients += block.gradients
         buffers += block.buffers
         inference = max(inference, block.inference_peak + given_inside)
-        flops += 0 if block.forward_seconds else block.flops
+        flops += block.head_flops + (0 if block.forward_seconds else block.flops)
         seconds = seconds[0] + block.forward_seconds, seconds[1] + block.backward_seconds
         with_heap += block.kept_seconds or COMPUTING_SHARE * (block.forward_seconds + block.backward_seconds)
         trained = [spec for spec in block.layout.specs if spec.name in block.trainable]

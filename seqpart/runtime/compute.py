@@ -18,12 +18,12 @@ from seqpart.data.reader import Batch, BatchReader, ReaderThread, open_reader
 from seqpart.data.row_packs import PackReader, PackWriter, RowPack
 from seqpart.device.compiler import back_propagate
 from seqpart.device.device import Device
-from seqpart.errors import ModelError, OptionError
+from seqpart.errors import ModelError
 from seqpart.methods.ist.statistics import as_it_is, observed
 from seqpart.methods.method import PartitionLoss, SyntheticLoss, TrueLoss
 from seqpart.model.metrics import Metrics, MetricSinks
 from seqpart.model.packs import Pack
-from seqpart.model.reductions import Kind, LossValue
+from seqpart.model.reductions import LossValue, share_of_update
 from seqpart.plan.planner import ExecutionPlan
 from seqpart.runtime.boundary_io import BoundaryExchange, BoundaryIO, falsified
 from seqpart.runtime.elements import Elements
@@ -307,7 +307,7 @@ class Compute:
     ) -> LossValue:
         """Computes the loss of rows, and adds it to the metrics. name: their test set, if there are several."""
         with self.loaded[step.partition].autocast():
-            found = judge(output, labels)
+            found = judge(output, labels, self.span(step)) if isinstance(judge, TrueLoss) else judge(output, labels)
         verdict = found if isinstance(found, LossValue) else LossValue(found, len(output))
         sinks = self.hooks.sinks
         with torch.no_grad():
@@ -435,19 +435,6 @@ class Compute:
         self._counted = None
         self._elements.rest()
         self._own_loss.clear()  # the next executor builds fixed targets of its own
-
-
-def share_of_update(verdict: LossValue, span: Span) -> tuple[float, float]:
-    """Returns (factor of a micro-batch's loss in its update, the weight it counted if the update is divided by their sum)."""
-    part = (span.stop - span.start) / span.update_rows
-    if part < 1.0 and verdict.kind is Kind.COUNTED:
-        return verdict.weight / span.update_rows, verdict.weight
-    if part < 1.0 and verdict.kind is Kind.WHOLE:
-        raise OptionError(
-            "memory ran out for a whole batch, and its loss is not the sum of its micro-batches': give a larger --mem-limit, "
-            "or a smaller --batch-size with the same --micro-batch-size."
-        )
-    return 1.0 if verdict.kind is Kind.SUM else part, 0.0
 
 
 def _micro_batch(step: Step) -> int:

@@ -24,12 +24,11 @@ from seqpart.intake import tested_on_first
 from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss, TrueLoss
 from seqpart.model.blocks import Block
-from seqpart.model.reductions import LossValue
+from seqpart.model.reductions import LossValue, share_of_update
 from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.plan.problem import starts_of
 from seqpart.report.reporter import Reporter, WarningsAlone
-from seqpart.runtime.compute import share_of_update
 from seqpart.runtime.executor import Executor
 from seqpart.runtime.observer import Failure, Observer
 from seqpart.runtime.run import Run
@@ -57,8 +56,11 @@ class Variant:
     """Measured peak of the last run."""
 
     @classmethod
-    def planned(cls, name: str, trainer: Trainer, train: Split, *, reuse: Plan | None = None) -> Self:
-        with closing(prepared_to_verify(trainer, train, reuse=reuse)) as planner:
+    def planned(
+        cls, name: str, trainer: Trainer, train: Split, *, reuse: Plan | None = None, loss_chunks: int | None = 1
+    ) -> Self:
+        """loss_chunks: see `Inputs`; those of the settings come first."""
+        with closing(prepared_to_verify(trainer, train, reuse=reuse, loss_chunks=loss_chunks)) as planner:
             return cls.of(name, planner, planner.planned())
 
     @classmethod
@@ -99,9 +101,10 @@ class Variant:
         self.peak = sampler.peak
 
 
-def prepared_to_verify(trainer: Trainer, train: Split, *, reuse: Plan | None = None) -> Planner:
+def prepared_to_verify(trainer: Trainer, train: Split, *, reuse: Plan | None = None, loss_chunks: int | None = 1) -> Planner:
     gc.collect()  # what the variant before has left in cycles would count
-    return trainer.prepare(train, tested_on_first(train, _EVALUATED), reuse=reuse)
+    chunks = trainer.settings.chunks or loss_chunks
+    return trainer.prepare(train, tested_on_first(train, _EVALUATED), reuse=reuse, loss_chunks=chunks)
 
 
 class _Recorder:
@@ -222,6 +225,8 @@ def why_not(session: Run) -> str:
     """Returns why a run and a plain loop cannot be compared; "" if they can."""
     if session.prepared.chain.tile:
         return "layers in tiles have gradients that are added up in another order"
+    if session.prepared.chain.head is not None:
+        return "the loss is computed over chunks of positions"
     return "" if len(session.prepared.plan.partitions) == 1 else "it takes as much memory as --reference full"
 
 

@@ -114,20 +114,20 @@ def verify(
         }
         options = {"method": "streamed", **options} if reuse is None else {**options, "method": _method_for(reuse, options)}
 
-        def planned(_: ExitStack, tiled: object) -> tuple[Variant, Callable[..., Trainer]]:
+        def planned(_: ExitStack, tiled: object, chunks: int | None) -> tuple[Variant, Callable[..., Trainer]]:
             def trainer(**changed: Any) -> Trainer:
                 return Trainer(tiled, loss, optimizer, quiet=True, **{**options, **changed, "tile": "never"})
 
-            return Variant.planned("limited", trainer(), rows, reuse=reuse), trainer
+            return Variant.planned("limited", trainer(), rows, reuse=reuse, loss_chunks=chunks), trainer
 
         asked = Trainer(model, loss, optimizer, quiet=True, **options)
         stack.enter_context(asked.device.running())
         rows, _ = asked.rows(train)
         options |= {"padding": None, "batch_size": asked.settings.batch_size, "shuffle": asked.settings.shuffle}
         stack.enter_context(as_written(model))
-        sizes, model = asked.tiles(reuse), stack.enter_context(PlainTensors(original(model), asked.device.kind))
+        ways, model = asked.ways(reuse), stack.enter_context(PlainTensors(original(model), asked.device.kind))
         model = stack.enter_context(KeptModes(stack.enter_context(Freezing(model, asked.settings.frozen))))
-        limited, trainer = first_that_fits(stack, model, sizes, planned)
+        limited, trainer = first_that_fits(stack, model, ways, planned)
         _refuse_plan(limited, steps, reference, reuse)
         found = _compared(limited, trainer, rows, steps, reference, sweep, reporter, folder / "tensor", model)
     reporter.say(str(found))
@@ -338,9 +338,9 @@ def _refuse_plan(limited: Variant, steps: int, reference: str, reuse: Plan | Non
 
 def _whole(limited: Variant) -> dict[str, Any]:
     """Returns the settings of the reference: the same micro-batches, with all available memory."""
-    device = limited.planner.device
+    device, plan = limited.planner.device, limited.prepared.plan
     available = min(device.total_memory(), MemoryUsage(device).read() + device.free_memory())
-    return {"mem_limit": available, "micro_batch_size": limited.prepared.plan.micro_batch, "partitions": "auto"}
+    return {"mem_limit": available, "micro_batch_size": plan.micro_batch, "partitions": "auto", "loss_chunks": plan.loss_chunks}
 
 
 def _reference(limited: Variant, trainer: Trainer, train: Split) -> Variant:

@@ -46,14 +46,16 @@ def test_the_loss_of_a_batch_is_the_mean_of_the_losses_of_its_rows(rows, positio
 
 @given(
     st.integers(1, 60), st.integers(1, 300), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
-    st.integers(1, 5000), st.sampled_from([0.0, 0.3, 1.0]), st.integers(0, 9),
+    st.integers(1, 5000), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from(["mean", "sum"]), st.integers(0, 9),
 )  # fmt: skip
-def test_cross_entropy_in_chunks_has_the_bits_of_torch_and_so_have_its_gradients(n, classes, dtype, nbytes, ignored, seed):
+def test_cross_entropy_in_chunks_has_the_bits_of_torch_and_so_have_its_gradients(
+    n, classes, dtype, nbytes, ignored, kind, seed
+):  # fmt: skip
     torch.manual_seed(seed)
     scores, labels = (3 * torch.randn(n, classes)).to(dtype), torch.randint(classes, (n,))
     labels[torch.rand(n) < ignored] = IGNORED
     one, other = (scores.clone().requires_grad_() for _ in range(2))
-    found, expected = cross_entropy_in_chunks(one, labels, nbytes), F.cross_entropy(other, labels)
+    found, expected = cross_entropy_in_chunks(one, labels, nbytes, kind), F.cross_entropy(other, labels, reduction=kind)
     (found * 0.7).backward()
     (expected * 0.7).backward()
     assert torch.equal(found.nan_to_num(), expected.nan_to_num()) and found.isnan() == expected.isnan()
