@@ -163,7 +163,7 @@ _GPT2 = language(50257, 1024, 1600, 48, 25, 25, 6400, gated=False)
 _LLAMA_1 = language(32000, 2048, 2048, 22, 32, 4, 5632, gated=True)
 _LLAMA_3 = language(32000, 2048, 3200, 26, 32, 32, 8640, gated=True)
 _LLAMA_8 = language(128256, 2048, 4096, 32, 32, 8, 14336, gated=True)
-_LONG_8 = language(128256, 16384, 4096, 32, 32, 8, 14336, gated=True)
+_LONG_8 = language(32000, 16384, 4096, 32, 32, 8, 14336, gated=True)
 MODELS = {
     "vit-l": Model("ViT-L/16, 224 x 224", _VIT, pictures(3, 224), 32),
     "gpt2-xl": Model("GPT-2 XL, 1024 tokens", _GPT2, texts(50257, 1024), 16),
@@ -171,7 +171,7 @@ MODELS = {
     "dit-2b": Model("DiT, 2 B, 64 x 64 latents", _DIT, pictures(4, 64), 32),
     "llama-3b": Model("Llama 3 B, 2048 tokens", _LLAMA_3, texts(32000, 2048), 16),
     "llama-8b": Model("Llama 8 B, 2048 tokens", _LLAMA_8, texts(128256, 2048), 16),
-    "llama-8b-long": Model("Llama 8 B, 16384 tokens", _LONG_8, texts(128256, 16384), 2),
+    "llama-7b-long": Model("Llama 7 B with a vocabulary of 32,000, 16384 tokens", _LONG_8, texts(32000, 16384), 2),
 }
 
 
