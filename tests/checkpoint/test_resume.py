@@ -78,10 +78,15 @@ def arms(monkeypatch, tmp_path):
     return of
 
 
+@pytest.fixture(scope="module")
+def known():
+    return {}
+
+
 @pytest.fixture
-def arm(arms):
+def arm(arms, known):
     """Streamed, with momentum and dropout; three partitions."""
-    return arms(dropping, (12,), How(slots=2), partitions=(0, 1, 3), momentum=0.9)
+    return arms(dropping, (12,), How(slots=2), partitions=(0, 1, 3), momentum=0.9, known=known)
 
 
 def stopped_after(arm, steps, *, how=kill, **options):
