@@ -70,6 +70,14 @@ def a_machine_that_is_measured_once():
 
 
 @pytest.fixture
+def measured_machine(monkeypatch):
+    """Plans that measure the machine, as users' do."""
+    from seqpart.profile import machine  # not before, as above
+
+    monkeypatch.setattr(machine.MEASURED, "speeds", machine.measure_speeds)
+
+
+@pytest.fixture
 def known_machine(monkeypatch):
     """Plans that do not measure the machine."""
     from tests import machine  # not before pytest has loaded what it runs: this brings all of planning

@@ -75,7 +75,7 @@ class Stopping(Reporter):
 
 
 class Arm(Trained):
-    """Runs of one model on one data set, forced onto one way of training. known: what `whole` found for arms of the same two."""
+    """Runs of one model on one data set, forced onto one way of training. known: what `whole` found, for further arms."""
 
     def __init__(self, monkeypatch, folder, how, model, data, *, known=None, **options):
         super().__init__(monkeypatch, folder, model, data, **options)

@@ -79,6 +79,7 @@ def test_options_do_what_they_do_in_transformers(options, tmp_path):
 
 
 @pytest.mark.parametrize("scheduler", [one_cycle, lambda optimizer: None], ids=["with a scheduler", "without"])
+@pytest.mark.few(1)
 def test_an_optimizer_that_was_made_for_the_model_trains_it(scheduler, tmp_path):
     weights = []
     for whose, kind in TRAINERS.items():
