@@ -50,11 +50,31 @@ def nothing_left_behind():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def small_probe_of_the_disk():
-    """A plan probes the disk with 64 MB: 0.2 s of each of a thousand short runs, whose plans hang on no speed."""
-    from seqpart.profile.machine import MEASURED  # not before, as below
+def a_machine_that_is_measured_once():
+    """What takes a fifth of each of a thousand short runs: the speeds, on which no test's plan hangs, and the steps that warm a
+    process up. A simulated device's speeds stay its own, and commands in processes of their own measure."""
+    from seqpart.plan import inputs  # not before, as below
+    from seqpart.profile.machine import MEASURED, speeds_of
+    from tests.machine import SPEEDS
 
+    warm_up, warm = inputs.warm_up, set()
+
+    def warm_up_once(device):
+        if device.hardware is not None or os.getpid() not in warm:
+            warm_up(device)
+            warm.add(os.getpid())
+
+    inputs.warm_up = warm_up_once
     MEASURED.disk_probe = 1 << 20
+    MEASURED.speeds = lambda device, *_: SPEEDS if device.hardware is None else speeds_of(device.hardware)
+
+
+@pytest.fixture
+def measured_machine(monkeypatch):
+    """Plans that measure the machine, as users' do."""
+    from seqpart.profile import machine  # not before, as above
+
+    monkeypatch.setattr(machine.MEASURED, "speeds", machine.measure_speeds)
 
 
 @pytest.fixture

@@ -75,11 +75,12 @@ class Stopping(Reporter):
 
 
 class Arm(Trained):
-    """Runs of one model on one data set, forced onto one way of training."""
+    """Runs of one model on one data set, forced onto one way of training. known: what `whole` found, for further arms."""
 
-    def __init__(self, monkeypatch, folder, how, model, data, **options):
+    def __init__(self, monkeypatch, folder, how, model, data, *, known=None, **options):
         super().__init__(monkeypatch, folder, model, data, **options)
         self.folder, self.how, self.data = folder, how, data
+        self._known = {} if known is None else known
         self.root = folder / "stopped"
         self._force(how)
 
@@ -95,9 +96,13 @@ class Arm(Trained):
         return trainer.fit(*self.data, resume=resume, reporter=reporter)
 
     def whole(self, **options):
-        """What a run that nobody stops ends with, and its steps."""
-        reporter = Stopping()
-        return ended(self.fit("whole", reporter=reporter, **options)), reporter.steps
+        """What a run that nobody stops ends with, and its steps: found once for the same options, wherever its files lie."""
+        asked = {name: value for name, value in {**self.options, **options}.items() if not isinstance(value, Path)}
+        key = self.how, *sorted((name, str(value)) for name, value in asked.items())
+        if key not in self._known:
+            reporter = Stopping()
+            self._known[key] = ended(self.fit("whole", reporter=reporter, overwrite=True, **options)), reporter.steps
+        return self._known[key]
 
     def stopped(self, events, name="stopped", **options):
         """What a run ends with that is stopped by each of `events`, (steps, how), and goes on. Returns it and the stops."""

@@ -66,7 +66,7 @@ def trainer(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_every_kind_of_data_is_planned_trained_evaluated_and_stepped_on(kind, tmp_path):
     data = KINDS[kind]
     asked = trainer(tmp_path)
@@ -131,7 +131,7 @@ BARE = {
 
 
 @pytest.mark.parametrize("kind", BARE)
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_data_without_labels_train_by_a_loss_of_the_output_alone(kind, tmp_path):
     torch.manual_seed(0)
     model = Net()

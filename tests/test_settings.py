@@ -292,6 +292,7 @@ typed("--help")
 """
 
 
+@pytest.mark.slow
 def test_an_option_is_one_field(tmp_path):
     """It was a field, an entry of a TypedDict, of a group of the help, and of the checks, each by hand."""
     root = Path(seqpart.__file__).parents[1]

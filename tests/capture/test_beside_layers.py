@@ -226,7 +226,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("method", ["streamed", "full"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 def test_what_a_model_does_beside_its_layers_is_done(name, method, tmp_path):
     torch.manual_seed(0)
     model = MODELS[name]()

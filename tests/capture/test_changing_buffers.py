@@ -135,7 +135,7 @@ class Both(nn.Module):
 
 @pytest.mark.parametrize("kind", [ByData, InAList, Gated, Sometimes, Always])
 @pytest.mark.parametrize("how", [How(), How(slots=2, keeps=0), How(method="checkpointed")], ids=str)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_buffers_that_change_unseen_or_at_some_updates_have_the_bits_of_full(kind, how, monkeypatch, tmp_path):
     def model():
         torch.manual_seed(0)
@@ -159,6 +159,7 @@ class Watched(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, {"method": "checkpointed", "partitions": 3}, {"method": "streamed", "partitions": 3}])
 @pytest.mark.usefixtures("known_machine")
+@pytest.mark.few(1)
 def test_what_tests_change_is_changed_by_every_method_as_in_a_plain_loop(options, tmp_path):
     """Where partitions come and go, those whose homes were written last had what the tests made of them, and others had not."""
     torch.manual_seed(0)

@@ -72,7 +72,7 @@ def test_such_a_layer_is_a_block_and_such_code_between_layers_is_refused():
 
 
 @pytest.mark.parametrize("method", ["auto", "streamed", "checkpointed"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_experts_are_blocks_of_a_list_too_and_keep_the_limit(method, tmp_path):
     width, rows = 32, torch.Generator().manual_seed(0)
     blocks = [lambda: nn.Embedding(11, width), lambda: Experts(width), lambda: Experts(width), lambda: nn.Linear(width, 11)]

@@ -338,7 +338,7 @@ def by_identity(model):
 
 @pytest.mark.parametrize(("make", "on_meta"), [(Tied, True), (stacked, False), (stacked, True), (Tied, False)])
 @pytest.mark.parametrize("method", ["streamed", "full"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_groups_by_identity_and_attributes_are_those_of_a_plain_loop_however_the_model_came(make, on_meta, method, tmp_path):
     """On the meta device others took the places of the parameters while a run lasted: each was in the wrong group."""
     torch.manual_seed(4)
@@ -405,6 +405,7 @@ def test_tiles_have_the_attributes_of_the_weight_that_they_are_of(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])
+@pytest.mark.few(1)
 def test_hooks_of_accelerate_are_named_and_the_cure_trains(way, tmp_path):
     """Weights on the meta device were refused with a cure that led to an error of torch's own."""
     accelerate = pytest.importorskip("accelerate")
@@ -426,6 +427,7 @@ def test_hooks_of_accelerate_are_named_and_the_cure_trains(way, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["full", "streamed"])
+@pytest.mark.few(1)
 def test_a_trained_model_is_saved_by_torch_and_by_safetensors_like_any_other(method, tmp_path):
     """All tensors of a block once came back in one piece of memory: torch.save refused a BatchNorm's floats beside its count,
     and safetensors every layer."""

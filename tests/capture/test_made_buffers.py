@@ -102,7 +102,7 @@ def looped(model):
 
 
 @pytest.mark.parametrize(("method", "kind"), in_turn(["streamed", "checkpointed", "full"], [Registers, Fills]))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_mask_that_is_made_in_the_forward_pass_trains_to_the_bits_of_a_plain_loop(kind, method, tmp_path):
     """The run ended in a KeyError when its weights were to be written, or the mask was empty at the second visit."""
     model, expected = network(kind), looped(network(kind))

@@ -55,7 +55,7 @@ DO_NOT = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ADD_UP)
 def test_micro_batches_add_up_to_the_batch(case, tmp_path):
     form, loss = ADD_UP[case]
@@ -200,7 +200,7 @@ def plain_own(model):
     return model
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", OWN)
 def test_a_loss_of_the_models_own_adds_up_without_labels(kind, tmp_path):
     torch.manual_seed(0)
@@ -225,7 +225,7 @@ COMPARES = {
 
 
 @pytest.mark.parametrize("kind", COMPARES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_loss_of_the_models_own_that_compares_rows_needs_whole_batches(kind, tmp_path):
     """As contrastive learning does."""
     torch.manual_seed(0)

@@ -121,7 +121,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 def test_a_loss_of_what_the_model_returns_has_the_bits_of_a_plain_loop(case, tmp_path):
     form, loss = CASES[case]
     torch.manual_seed(0)

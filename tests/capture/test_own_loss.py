@@ -98,7 +98,7 @@ def own(model, x, y):
 
 @models
 @pytest.mark.parametrize("method", ["streamed", "full"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_model_learns_by_its_own_loss_as_in_a_plain_loop(name, method, tmp_path):
     kind, data = MODELS[name]
     (x, y), test = data(), data(8, 2)

@@ -109,7 +109,7 @@ def rows_of(split):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_an_update_is_that_of_the_whole_batch_however_it_is_divided(name, tmp_path):
     """It was a mean of the micro-batches' means: what was learned depended on their size, and with that on the limit."""
     model, loss, data, same = CASES[name]
@@ -369,7 +369,7 @@ ODD = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(2)), torch.ar
 
 @pytest.mark.parametrize("method", ["full", "streamed"])
 @pytest.mark.parametrize("micro", [1, 4])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_loss_that_chooses_rows_by_their_outputs_is_refused_in_the_first_update(method, micro, tmp_path):
     """The six rows of a trial were all among the hardest six: it trained to other weights with every other micro-batch, and so
     with every other limit, in silence."""
@@ -396,6 +396,7 @@ def test_a_mask_of_the_outputs_is_found_by_a_trial_with_confident_ones(loss):
 @pytest.mark.parametrize(
     "loss", [focal, sum_of_the_unsure, nn.SmoothL1Loss(), lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1)]
 )
+@pytest.mark.few(2)
 def test_what_adds_up_is_left_alone(loss, tmp_path):
     data = (ODD[0], torch.randn(ROWS, 4)) if isinstance(loss, nn.SmoothL1Loss) else ODD
     whole, parts = (trained(tmp_path / str(micro), classifier, loss, (data,), micro_batch_size=micro) for micro in (BATCH, 2))

@@ -93,7 +93,7 @@ def test_rows_of_bytes_are_the_tensors_that_they_were_made_of(parts, named):
 
 
 @pytest.mark.parametrize("kind", ["dict", "tuple", "items"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_model_of_several_inputs_has_the_bits_of_a_plain_loop(kind, tmp_path):
     x, y = data()
     rows = {"dict": (x, y), "tuple": (in_order(x), y), "items": Items(x, y)}[kind]

@@ -216,6 +216,7 @@ class Masks(Net):
 
 
 @pytest.mark.parametrize("settings", [{}, {"layerdrop": 0.0}, {"apply_spec_augment": False}], ids=str)
+@pytest.mark.few(1)
 def test_draws_that_a_configuration_of_a_library_asks_for_are_refused_with_what_turns_them_off(settings, tmp_path):
     """The cure was for whoever writes the layers: "let that be a module of its own"."""
     with pytest.raises(ModelError, match="Its configuration asks for that: build the model with") as told:
@@ -278,7 +279,7 @@ class ForwardHooked(Net):
 
 
 @pytest.mark.parametrize("kind", [Drops, Caches, SharesAPart, ReadsConstant, ForwardHooked], ids=lambda kind: kind.__name__)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_what_is_the_same_at_every_step_is_done_as_in_a_plain_loop(kind, tmp_path):
     torch.manual_seed(0)
     model = kind()

@@ -27,7 +27,7 @@ def trainer(model, folder, **options):
 
 
 @pytest.mark.parametrize("name", ["unet", "dense", "bands"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_given_model_has_the_weights_of_a_plain_loop_when_fit_returns(name, tmp_path):
     kind, data = MODELS[name]
     (x, y), test = data()
@@ -64,6 +64,7 @@ class HeadFirst(nn.Module):
 
 
 @pytest.mark.parametrize("method", ["full", "streamed"])
+@pytest.mark.few(1)
 def test_gradients_are_clipped_by_the_norm_of_a_plain_loop_whatever_order_layers_run_in(method, tmp_path):
     """Norms were added up in the order in which layers run: 26 of 26 tensors had other last bits."""
     torch.manual_seed(0)

@@ -25,21 +25,25 @@ CUT = {"partitions": (0, 1, 3), "momentum": 0.9, "epochs": 2}
 TESTED = {"test_every": 1}
 
 
+@pytest.fixture(scope="module")
+def known():
+    return {}
+
+
 @pytest.fixture
-def arms(monkeypatch, tmp_path):
+def arms(monkeypatch, tmp_path, known):
     def of(how, **options):
-        return Arm(monkeypatch, tmp_path, how, fresh(dropping), numbers((12,)), **{**CUT, **options})
+        return Arm(monkeypatch, tmp_path, how, fresh(dropping), numbers((12,)), **{**CUT, **options}, known=known)
 
     return of
 
 
 def within(arm, *, phase, update=1, **options):
     """Stop the run behind that update of the phase with that number (0: as soon as it begins)."""
-    reporter = Stopping()
-    arm.fit("looked at", reporter=reporter, overwrite=True, **options)
-    here = [n for n, step in enumerate(reporter.steps, 1) if step.phase == phase]
-    updates = [n for n in here if reporter.steps[n - 1].verb is Verb.UPDATE]
-    learning = len({reporter.steps[n - 1].partition for n in updates}) or 1
+    _, steps = arm.whole(**options)
+    here = [n for n, step in enumerate(steps, 1) if step.phase == phase]
+    updates = [n for n in here if steps[n - 1].verb is Verb.UPDATE]
+    learning = len({steps[n - 1].partition for n in updates}) or 1
     stopped_after(arm, updates[update * learning - 1] if update else here[0] - 1, how=interrupt, **options)
 
 

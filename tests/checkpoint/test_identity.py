@@ -94,7 +94,7 @@ def list_of_pairs(items):
 
 
 @pytest.mark.parametrize("name", GIVEN)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_other_rows_with_the_same_labels_are_refused_and_the_same_ones_taken(name, tmp_path):
     """Only labels were compared: of kept rows the checkpoint had its own whatever was given, and others were trained on."""
     x, y = values()
@@ -175,7 +175,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_other_layers_of_the_same_shapes_are_refused_by_the_first_that_differs(name, tmp_path):
     """The checkpoint knew names and shapes alone."""
     model, other, words = OTHERS[name]

@@ -144,7 +144,7 @@ def test_what_is_no_checkpoint_is_named_with_the_field_and_the_one_before_it_goe
     assert go_on(way, root, root / PREVIOUS) == right
 
 
-@pytest.mark.parametrize("killed", ["full"], indirect=True)
+@pytest.mark.parametrize("killed", ["streamed"], indirect=True)
 def test_a_checkpoint_as_earlier_builds_of_this_version_wrote_it_goes_on(killed):
     """Plans were of format 4, sums had no weight, and nothing was said of evaluations and jobs."""
     way, run, copied, right = killed

@@ -247,7 +247,7 @@ def assert_refused_and_the_previous_serves(root, path, budget=0):
 
 @BUDGETS
 @pytest.mark.parametrize("kind", ["manifest", "home", "rows", "checksums"])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_it_serves(root, kind, budget):
     go_on(root, budget, 4)
     path = only_in_the_latest(root, kind)

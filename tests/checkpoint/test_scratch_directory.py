@@ -16,11 +16,16 @@ from tests.resuming import Arm, Killed, Stopping, ended, kill
 from tests.runtime.test_exact import dropping, fresh
 
 
+@pytest.fixture(scope="module")
+def known():
+    return {}
+
+
 @pytest.fixture
-def arm(monkeypatch, tmp_path):
+def arm(monkeypatch, tmp_path, known):
     return Arm(
         monkeypatch, tmp_path, How(), fresh(dropping), numbers((12,)), partitions=(0, 1, 3), save_every="1",
-        offload_dir=tmp_path / "fast",
+        offload_dir=tmp_path / "fast", known=known,
     )  # fmt: skip
 
 

@@ -204,7 +204,7 @@ def test_memory_taken_behind_the_limit_ends_the_run(over):
     )  # fmt: skip
 
 
-def test_a_directory_below_a_file_is_refused(place, capsys):
+def test_a_directory_below_a_file_is_refused(place, measured_machine, capsys):
     ran = call(capsys, *SMALL, "--output-dir", "own.py/out")
     assert refused(ran, 6, "DirectoryUnusable", "own.py", "not a directory", "Give a directory that you may write to")
 

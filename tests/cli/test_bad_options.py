@@ -342,10 +342,12 @@ def test_a_plan_that_cannot_be_written_is_said(path, tmp_path, monkeypatch, caps
     assert files(tmp_path) == {}
 
 
+@pytest.mark.usefixtures("measured_machine")
 @pytest.mark.parametrize(
     ("option", "path"),
     [("--output-dir", "file"), ("--output-dir", "/proc/x"), ("--offload-dir", "file/x"), ("--offload-dir", "/proc")],
 )
+@pytest.mark.few(2)
 def test_a_directory_that_cannot_be_used_is_named(option, path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
@@ -367,7 +369,8 @@ def test_debug_shows_where_it_failed_and_keeps_the_exit_code(here, capsys):
 
 
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
-    process = subprocess.Popen(command(["--help"]), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
+    asked = [sys.executable, "-m", "seqpart", "--help"]
+    process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     process.stdout.close()
     with process.stderr:
         assert (process.stderr.read(), process.wait()) == (b"", 0)  # the end of the output is none of the program

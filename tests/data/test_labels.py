@@ -124,7 +124,7 @@ def trained(folder, model, loss, data, **options):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_labels_of_any_shape_train_to_the_bits_of_a_plain_loop_however_a_batch_is_divided(name, tmp_path):
     model, x, y, loss, same = CASES[name]
     network, tested = plain(model, same, x, y)

@@ -91,6 +91,7 @@ def test_a_loader_that_does_not_shuffle_keeps_the_order(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.few(1)
 def test_a_collate_fn_makes_whole_batches_whatever_the_micro_batch(workers, tmp_path):
     loader = DataLoader(Noisy(), batch_size=BATCH, shuffle=True, collate_fn=mixed)
     result = trained(tmp_path, loader, workers=workers, micro_batch_size=BATCH)
@@ -192,6 +193,7 @@ def test_rows_are_kept_only_where_that_is_asked_for_and_in_the_type_in_which_the
 
 
 @pytest.mark.parametrize("data", [Noisy, Pixels])
+@pytest.mark.few(1)
 def test_kept_rows_are_one_draw(data, tmp_path):
     one = trained(tmp_path, data(), name="one", cache="rows", batch_size=BATCH)
     x, y = [], []
@@ -310,6 +312,7 @@ def test_evaluate_takes_what_fit_takes(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"method": "full"}, {"method": "streamed", "partitions": 2}], ids=["full", "streamed"])
+@pytest.mark.few(1)
 def test_a_loader_of_tests_may_have_labels_by_position(options, tmp_path):
     """Where partitions are tested one after the other only the first batch's labels were there: an IndexError at its end."""
     x = torch.arange(60).view(20, 3) % 7

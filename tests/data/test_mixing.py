@@ -60,7 +60,7 @@ WAYS = {
 
 @pytest.mark.parametrize("how", [{"method": "full"}, {"method": "streamed", "partitions": 2, "micro_batch_size": 16}], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_mixed_batches_are_those_of_torchvision_in_a_plain_loop(way, how, tmp_path):
     options, mixing = WAYS[way]
     model = network()

@@ -134,10 +134,10 @@ BY_PLACE = {1: 0}
 """The mask has no name there."""
 
 
-@pytest.mark.parametrize("method", ["full", "streamed"])
+@pytest.mark.parametrize("method", ["streamed", "full"])
 @pytest.mark.parametrize("collate", [by_name, in_pairs, by_place])
 @pytest.mark.parametrize(("length", "makes"), [(LONG, LONG), ("longest", LONGEST)])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_any_loader_trains_to_the_bits_of_a_plain_loop_padded_to_that_length(length, makes, collate, method, tmp_path):
     values = BY_PLACE if collate is by_place else {}
     options = {"partitions": 2} if method == "streamed" else {}
@@ -146,6 +146,7 @@ def test_any_loader_trains_to_the_bits_of_a_plain_loop_padded_to_that_length(len
 
 
 @pytest.mark.parametrize("options", [{"micro_batch_size": 2}, {"micro_batch_size": 2, "method": "streamed", "partitions": 2}])
+@pytest.mark.few(1)
 def test_micro_batches_count_by_the_labels_that_are_no_padding(options, tmp_path):
     found = trainer(tmp_path / "run", Padding(LONG), **options).fit(loader())
     same(found.state_dict(), plainly(LONG, micro=2))
@@ -175,6 +176,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.few(2)
 def test_rows_are_padded_without_a_collate_fn_too(way, tmp_path):
     options = {"shuffle": False, "batch_size": BATCH}
     found = trainer(tmp_path / "run", Padding(LONG), **options).fit(WAYS[way]())
@@ -230,7 +232,7 @@ def test_test_rows_and_evaluations_are_padded_alike(tmp_path):
 @pytest.mark.parametrize(
     "options", [{}, {"method": "streamed", "partitions": 2, "micro_batch_size": 2}], ids=["full", "streamed"]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_every_step_of_a_loop_of_ones_own_may_have_rows_of_another_length(example, options, tmp_path):
     batches = list(loader())
     assert len({batch["labels"].shape[1] for batch in batches}) > 1

@@ -56,7 +56,7 @@ KINDS = {"classes": (little_model, classifying, True), "language": (little_llama
 
 @pytest.mark.parametrize(("padding", "length"), [(Padding(LONG), LONG), (Padding("longest"), LONGEST)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_model_of_transformers_trains_on_what_its_collator_pads(kind, padding, length, tmp_path):
     made, collate, labels = KINDS[kind]
     items = rows(labels)

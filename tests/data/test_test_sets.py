@@ -72,6 +72,7 @@ def trainer(folder, model, **options):
 
 
 @pytest.mark.parametrize("how", [{"method": "full"}, {"method": "streamed", "partitions": 2}, {"method": "sil"}], ids=str)
+@pytest.mark.few(2)
 def test_each_set_is_reported_by_its_name(how, tmp_path):
     model = network()
     result = trainer(tmp_path, model, **how).fit(rows(40), sets(), compute_metrics=Right())

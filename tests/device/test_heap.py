@@ -81,24 +81,30 @@ def test_a_kept_heap_stays_when_other_layers_are_to_learn(tmp_path):
     assert peak <= 1.01 * predicted
 
 
-def test_a_kept_heap_spares_the_kernel_most_pages_and_changes_no_bit(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    kept, _, few, _ = done = proof_of(tmp_path / "a", "--mem-limit", "1GB", "--method", "full")
-    assert_a_heap_is_kept(*done)
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory):
+    """A run that keeps a heap of all it needs, and the directory that it was started in."""
+    folder = tmp_path_factory.mktemp("roomy")
+    return proof_of(folder, "--mem-limit", "1GB", "--method", "full"), folder
+
+
+@pytest.mark.slow
+def test_a_kept_heap_spares_the_kernel_most_pages_and_changes_no_bit(roomy, tmp_path):
+    (kept, _, few, _), folder = roomy
+    assert_a_heap_is_kept(*roomy[0])
     tight = str(limit_for(peak_of(kept) - kept["heap"] // 3))
-    returned, proof, many, _ = proof_of(tmp_path / "b", "--mem-limit", tight, "--method", "full")
+    returned, proof, many, _ = proof_of(tmp_path, "--mem-limit", tight, "--method", "full")
     assert not returned["heap"]
     assert within_the_band(proof), proof
-    weights = [(tmp_path / name / "out" / "model.safetensors").read_bytes() for name in ("a", "b")]
+    weights = [(place / "out" / "model.safetensors").read_bytes() for place in (folder, tmp_path)]
     assert weights[0] == weights[1]
     assert many > few + 20_000
 
 
 @pytest.mark.slow
-def test_for_one_partition_a_heap_of_what_room_there_is_will_do(tmp_path):
+def test_for_one_partition_a_heap_of_what_room_there_is_will_do(roomy, tmp_path):
     """A ResNet-50 in its plain loop's memory had no heap, for want of room for twice what is alive: 1.65 x its time."""
-    enough, _, few, _ = proof_of(tmp_path, "--mem-limit", "1GB", "--method", "full")
+    (enough, _, few, _), _ = roomy
     limit = limit_for(peak_of(enough) - enough["heap"] // 8)
     plan, proof, as_few, _ = proof_of(tmp_path, "--mem-limit", str(limit), "--method", "full")
     assert enough["heap"] * 3 // 4 < plan["heap"] < enough["heap"] and peak_of(plan) <= limit

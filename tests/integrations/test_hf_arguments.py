@@ -194,6 +194,7 @@ def test_a_model_without_a_loss_of_its_own_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["evaluate", "save_model", "train"])
+@pytest.mark.few(1)
 def test_a_callback_cannot_use_the_model_while_it_is_empty(what, tmp_path):
     callback = Listening(step=lambda state, control: getattr(trainer, what)())
     trainer = Trainer(

@@ -12,7 +12,7 @@ from seqpart import Trainer
 from seqpart.data.splits import as_split, write_rows
 from seqpart.errors import DataError, OptionError
 from seqpart.zoo import tokenized
-from tests.command import call, run
+from tests.command import call
 
 tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer needs the extra hf")
 
@@ -88,9 +88,10 @@ def text(tmp_path):
     return path
 
 
-def test_the_command_trains_on_it(folder, text, tmp_path):
-    ran = run(
-        tmp_path, "--data", f"hf-text:{text}", "--tokenizer", folder, "--context", 16, "--model", "gpt", "--width", 16,
+def test_the_command_trains_on_it(folder, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    ran = call(
+        capsys, "--data", f"hf-text:{text}", "--tokenizer", folder, "--context", 16, "--model", "gpt", "--width", 16,
         "--depth", 1, "--heads", 2, "--method", "full", "--epochs", 1, "--mem-limit", "2GB",
     )  # fmt: skip
     assert ran.code == 0, ran.err

@@ -79,6 +79,7 @@ def test_options_do_what_they_do_in_transformers(options, tmp_path):
 
 
 @pytest.mark.parametrize("scheduler", [one_cycle, lambda optimizer: None], ids=["with a scheduler", "without"])
+@pytest.mark.few(1)
 def test_an_optimizer_that_was_made_for_the_model_trains_it(scheduler, tmp_path):
     weights = []
     for whose, kind in TRAINERS.items():
@@ -208,37 +209,37 @@ def test_early_stopping_of_transformers_ends_the_training(tmp_path):
     assert ours.state.best_global_step == theirs.state.best_global_step == ours.result.best_update
 
 
-def test_a_run_that_ended_in_its_midst_goes_on_to_the_same_weights(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "optim": "adamw_torch"}
+class Ends(Exception):
+    pass
 
-    def fail(state, control):
+
+def fail():
+    raise Ends
+
+
+def end():
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("how", [fail, end])
+def test_a_run_that_ended_in_its_midst_goes_on_to_the_same_weights(how, tmp_path):
+    """Behind a signal it named a flag of seqpart's command, which refuses the run, and not the words of transformers."""
+    length = {"num_train_epochs": 2, "optim": "adamw_torch"}
+    options = {"save_strategy": "steps", "save_steps": 2, **length}
+    _, expected = trained(tmp_path, "theirs", **length)
+
+    def in_its_midst(state, control):
         if state.global_step == 3:
-            raise ZeroDivisionError
+            how()
 
-    _, expected = trained(tmp_path / "whole", **options)
-    with pytest.raises(ZeroDivisionError):
-        trained(tmp_path, callbacks=[Listening(step=fail)], **options)
+    saved = r"is saved in .*Resume with train\(resume_from_checkpoint=True\)$" if how is end else None
+    with pytest.raises(Interrupted if how is end else Ends, match=saved) as stopped:
+        trained(tmp_path, callbacks=[Listening(step=in_its_midst)], **options)
+    directory = tmp_path / "ours" / "seqpart"
+    assert how is fail or stopped.value.directory == directory
     model = little_model()
     trainer = Trainer(model, arguments(tmp_path / "ours", **options), train_dataset=little_rows(), method="full")
-    assert trainer.train(resume_from_checkpoint=True).global_step == 6
-    same_weights(dict(model.state_dict()), expected)
-
-
-def test_a_signal_ends_a_run_that_says_how_to_go_on_in_the_words_of_transformers(tmp_path):
-    """It named a flag of seqpart's command, which refuses the run."""
-    options = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "optim": "adamw_torch"}
-    _, expected = trained(tmp_path / "whole", **options)
-
-    def stop(state, control):
-        if state.global_step == 3:
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(Interrupted, match=r"is saved in .*Resume with train\(resume_from_checkpoint=True\)$") as stopped:
-        trained(tmp_path, callbacks=[Listening(step=stop)], **options)
-    assert stopped.value.directory == tmp_path / "ours" / "seqpart"
-    model = little_model()
-    trainer = Trainer(model, arguments(tmp_path / "ours", **options), train_dataset=little_rows(), method="full")
-    assert trainer.train(resume_from_checkpoint=stopped.value.directory).global_step == 6
+    assert trainer.train(resume_from_checkpoint=True if how is fail else directory).global_step == 6
     same_weights(dict(model.state_dict()), expected)
 
 

@@ -1,7 +1,6 @@
 """What is imported changes nothing in the process; what a run changes there ends with the run."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -9,7 +8,7 @@ import pytest
 
 from seqpart.device.device import Device
 from seqpart.launch.process import VARIABLES
-from tests.command import SECONDS
+from tests.command import ENVIRONMENT, SECONDS
 
 STATE = '''
 import ctypes, gc, hashlib, json, logging, os, resource, signal, sys, threading, types, warnings
@@ -109,7 +108,7 @@ except seqpart.DoesNotFit:
 
 def stages(tmp_path, code):
     """(what comes before, the state, modules that were lost, those of launch, whether torch is there), in order."""
-    environment = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "PYTEST_CURRENT_TEST")}
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in (*VARIABLES, "PYTEST_CURRENT_TEST")}
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", STATE + code], cwd=tmp_path, env=environment,
         capture_output=True, text=True, timeout=SECONDS, check=False,

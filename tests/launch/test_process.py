@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from seqpart.errors import SeqpartError
+from seqpart.launch import prepare
 from seqpart.launch.process import VARIABLES
 from tests.command import ENVIRONMENT, SECONDS, SMALL
 
@@ -61,16 +63,8 @@ print(json.dumps([os.environ["GOMP_SPINCOUNT"], os.environ["THP_MEM_ALLOC_ENABLE
     assert printed(tmp_path, code, GOMP_SPINCOUNT="7") == ["7", VARIABLES["THP_MEM_ALLOC_ENABLE"], True, True, 0]
 
 
-def test_it_is_refused_where_torch_is_loaded_already(tmp_path):
-    code = """
-import json, os, torch
-from seqpart.launch import prepare
-from seqpart import SeqpartError
-before = dict(os.environ)
-try:
-    prepare()
-except SeqpartError as error:
-    print(json.dumps([str(error), dict(os.environ) == before]))
-"""
-    said, unchanged = printed(tmp_path, code)
-    assert said.startswith("seqpart.launch.prepare() must run before torch") and unchanged
+def test_it_is_refused_where_torch_is_loaded_already():
+    before = dict(os.environ)
+    with pytest.raises(SeqpartError, match=r"^seqpart\.launch\.prepare\(\) must run before torch"):
+        prepare()
+    assert "torch" in sys.modules and dict(os.environ) == before

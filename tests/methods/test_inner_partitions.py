@@ -39,7 +39,7 @@ def trained(folder, *, blocks=None, data=None, **options):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("kind", ["bf16", "float64"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_boundary_of_another_type_is_judged(objective, kind, tmp_path):
     """An output in bfloat16 or float64 was multiplied with float32 labels: a traceback in the first micro-batch. The default
     model's residual stream is float32, so no test met it, and fake tensors multiply any two types."""

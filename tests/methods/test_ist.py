@@ -182,7 +182,7 @@ def with_statistics(whole, rows):
 
 @pytest.mark.parametrize("subnets", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"subnet_moments": "zero"}, {"subnet_rows": "all"}, {"partitions": 2}], ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_is_a_plain_loop_over_subnets_parameter_by_parameter(subnets, options, tmp_path):
     found = fitted(tmp_path / "ist", blocks(), subnets=subnets, local_steps=2, micro_batch_size=BATCH, **options)
     expected = reference(

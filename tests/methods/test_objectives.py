@@ -236,7 +236,7 @@ def sentences():
     ],
     ids=["convolution", "tokens"],
 )
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_run_on_images_and_on_tokens_equals_the_algorithm_written_plainly(
     objective, inputs, network, data, starts, final, tmp_path
 ):

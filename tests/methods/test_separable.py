@@ -162,6 +162,7 @@ def plain(model, x, y, *, batch, epochs):
 
 
 @pytest.mark.parametrize("micro", [8, 3])
+@pytest.mark.few(1)
 def test_an_update_is_that_of_a_plain_loop_however_the_batch_is_divided(micro, tmp_path):
     torch.manual_seed(1)
     blocks = [block() for block in small_psnet()]

@@ -77,7 +77,7 @@ def test_the_last_partition_is_given_what_the_whole_model_computes(name, micro_b
 
 
 @pytest.mark.parametrize(("name", "theirs"), [("dense", "layers.0."), ("bands", "first."), ("fan", "layers.0.")])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_last_partition_learns_as_in_a_plain_loop_behind_frozen_layers(name, theirs, tmp_path):
     """Bit for bit: through the values of the first layer that later ones take, beside the one that was judged."""
     options = {"micro_batch_size": 8, "shuffle": False, "partitions": (0, 1), "epochs": (1, 2)}

@@ -104,6 +104,7 @@ def test_a_limit_that_is_too_small_is_refused_where_the_first_block_takes_no_sin
         (72, {"batch_size": 8, "recovery_batch_size": 9, "recovery_epochs": 1, "partitions": 2}),
     ],
 )
+@pytest.mark.few(1)
 def test_batches_that_no_block_with_statistics_divides_are_no_reason_to_refuse(count, options, tmp_path):
     rows = torch.randn(count, 6), torch.arange(count) % 2
     run = Trainer(normed(), mem_limit="2GB", method="sil", epochs=1, output_dir=tmp_path / "run", quiet=True, **options)

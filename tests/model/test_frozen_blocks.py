@@ -52,7 +52,7 @@ def plainly(model, clip):
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("learning", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("method", ["streamed", "auto", "checkpointed"])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_network_of_which_a_part_learns_has_the_bits_of_a_plain_loop(tmp_path, learning, method, clip):
     """Blocks by themselves: the first that learns may stand anywhere."""
     model = network(learning)

@@ -150,7 +150,7 @@ def test_full_training_asks_its_loss_about_the_last_block_only(shape, regress, t
 
 
 @pytest.mark.parametrize(("positions", "method"), [((), "streamed"), ((3,), "streamed"), ((), "sil")])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_label_smoothing_is_that_of_torch(positions, method, tmp_path):
     torch.manual_seed(0)
     x, y = torch.randn(24, *positions, 6), torch.randint(0, 4, (24, *positions))

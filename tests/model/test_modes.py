@@ -80,7 +80,7 @@ CASES = [(Normed, "streamed"), (stacked, "full"), (stacked, "streamed"), (listed
 
 
 @pytest.mark.parametrize(("make", "method"), CASES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_part_that_came_in_evaluation_trains_to_the_bits_of_a_plain_loop_that_lets_it_evaluate(make, method, tmp_path):
     """It trained with the batch's statistics, and its own moved, in silence: a frozen BatchNorm for small batches."""
     torch.manual_seed(1)
@@ -101,6 +101,7 @@ def test_a_part_that_came_in_evaluation_trains_to_the_bits_of_a_plain_loop_that_
 
 
 @pytest.mark.parametrize("make", [lambda: Normed().eval(), Pretrained.from_pretrained, Wrapped])
+@pytest.mark.few(1)
 def test_a_model_that_came_in_evaluation_as_a_whole_trains(make, tmp_path):
     """So does one that a library left so inside another: it says nothing of what is to evaluate."""
     model = make()

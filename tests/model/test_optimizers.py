@@ -436,7 +436,7 @@ def test_a_run_has_the_bits_of_a_plain_loop_whatever_its_state_hangs_on(build, t
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("options", [{}, {"method": "sil", "partitions": 2}], ids=["streamed", "sil"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_torch_s_default_type_is_nothing_to_parameters_that_have_one(dtype, options, tmp_path):
     """AdamW was refused: its state was float32's, and that of the trial steps of the default type."""
 
@@ -736,7 +736,7 @@ def by_name(named_parameters):
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("options", [{}, {"method": "full", "partitions": 1}], ids=["streamed", "full"])
 @pytest.mark.parametrize("build", [two, by_name])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_function_may_return_several_optimizers_and_know_names(build, options, tmp_path):
     """A partition, or one parameter of a trial, may need one of them alone: "optimizer got an empty parameter list"."""
     weights, _ = trained(build, tmp_path, **options)
@@ -818,7 +818,7 @@ def test_optimizers_of_other_libraries_that_would_train_otherwise_are_refused_by
         ("timm.optim", "Lion"),
     ],
 )
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_optimizers_of_other_libraries_whose_state_has_a_home_have_the_same_bits(library, name):
     """adafactorbv's row and column have no dimension of 1, and its momentum is bfloat16."""
     kind, options = getattr(pytest.importorskip(library), name), {"lr": 0.01} if library != "transformers.optimization" else {}

@@ -46,18 +46,19 @@ def made(kind):
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory):
-    """What whole training gives, by model: found once."""
+def arms(tmp_path_factory):
+    """`arms(name)`: runs of a model, whose costs are measured once, and what whole training of it gives."""
     known = {}
+    with pytest.MonkeyPatch.context() as patch:
 
-    def record(name):
-        if name not in known:
-            with pytest.MonkeyPatch.context() as patch:
+        def of(name):
+            if name not in known:
                 kind, data = MODELS[name]
-                known[name] = Trained(patch, tmp_path_factory.mktemp(name), lambda: made(kind), data()).run(FULL)
-        return known[name]
+                arm = Trained(patch, tmp_path_factory.mktemp(name), lambda: made(kind), data(), partitions=STARTS[name])
+                known[name] = arm, arm.run(FULL)
+            return known[name]
 
-    return record
+        yield of
 
 
 WAYS = {
@@ -70,8 +71,7 @@ QUICK = [way for number, (way, (name, how)) in enumerate(WAYS.items()) if number
 
 
 @pytest.mark.parametrize("way", only_quick(WAYS, QUICK))
-def test_every_way_gives_the_bits_of_whole_training(way, full, monkeypatch, tmp_path):
+def test_every_way_gives_the_bits_of_whole_training(way, arms):
     name, how = WAYS[way]
-    kind, data = MODELS[name]
-    arms = Trained(monkeypatch, tmp_path, lambda: made(kind), data(), partitions=STARTS[name])
-    assert first_difference(arms.run(how), full(name)) is None
+    arm, expected = arms(name)
+    assert first_difference(arm.run(how), expected) is None

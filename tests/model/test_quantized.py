@@ -101,7 +101,7 @@ def load_state(model):
 
 @pytest.mark.parametrize("method", ["streamed", "checkpointed", "full", "auto"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_network_around_quantized_layers_has_the_bits_of_a_plain_loop(kind, method, tmp_path):
     expected, model = looped(network(kind)).state_dict(), network(kind)
     result = fitted(tmp_path / "run", model, method=method)

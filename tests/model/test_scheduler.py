@@ -112,7 +112,7 @@ def test_a_run_has_the_bits_of_a_plain_loop_that_steps_the_scheduler(schedule, n
 @pytest.mark.parametrize(
     "given", [None, lambda parameters: torch.optim.SGD(parameters, lr=0.01)], ids=["by name", "a function"]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_momentum_that_the_scheduler_sets_is_planned_and_kept(given, momentum, monkeypatch, tmp_path):
     """SGD has none unasked, so that no state was planned; OneCycleLR gives it one, which each partition forgot as it left."""
     if given is None:
@@ -141,6 +141,7 @@ class Between(lr_scheduler.LRScheduler):
 
 
 @pytest.mark.parametrize("schedule", [Later, Between])
+@pytest.mark.few(1)
 def test_a_momentum_that_comes_and_goes_is_kept_where_the_optimizer_has_one(schedule, monkeypatch, tmp_path):
     arm = Trained(monkeypatch, tmp_path, network, numbers((6,)), partitions=(0, 2, 4))
     options = {"optimizer": "sgd", "epochs": EPOCHS, "lr_schedule": schedule, "momentum": 0.9}
@@ -155,6 +156,7 @@ def test_a_momentum_that_comes_later_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("how", [How(), How(slots=2, stays=0.5), How(method="checkpointed")], ids=str)
+@pytest.mark.few(1)
 def test_every_way_gives_the_bits_of_full_training(how, monkeypatch, tmp_path):
     options = {"optimizer": "adamw", "epochs": EPOCHS, "lr_schedule": one_cycle}
     arm = Trained(monkeypatch, tmp_path, network, numbers((6,)), partitions=(0, 2, 4))

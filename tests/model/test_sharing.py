@@ -51,7 +51,7 @@ def convolutions():
 
 @pytest.mark.parametrize("how", ["full", "streamed", "streamed, clipped"])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_weights_that_do_not_lie_row_by_row_train_to_the_bits_of_a_plain_loop(how, optimizer, tmp_path):
     """They were laid row by row: kernels of channels_last add in another order, and `full` differed from a plain loop."""
     (x, y), plain = data(3, 8, 8), convolutions()
@@ -264,7 +264,7 @@ def three_uses():
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize("partitions", [(0, 1, 2, 4, 5), (0, 2), (0, 1)], ids=str)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_weight_of_three_blocks_learns_from_all_of_them_in_the_order_of_whole_training(how, partitions, trained):
     """More than two were refused: T5 uses one embedding three times."""
     arms = trained(three_uses, tokens(), partitions=partitions)
@@ -272,7 +272,7 @@ def test_a_weight_of_three_blocks_learns_from_all_of_them_in_the_order_of_whole_
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_partition_whose_only_weight_is_borrowed_hands_its_gradient_on(how, trained):
     """It had no parameter of its own, counted as frozen, and the head's part of the shared gradient was missing."""
     arms = trained(language, tokens(), partitions=(0, 1, 2))
@@ -324,7 +324,7 @@ MISALIGNED = {
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize("name", MISALIGNED)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_a_boundary_that_begins_off_a_cache_line_comes_back_lying_as_it_did(name, how, trained):
     """Matrix kernels round differently by where their input begins; on disk it came back at the start of new memory."""
     model, shape = MISALIGNED[name]

@@ -348,7 +348,7 @@ def full(tmp_path_factory):
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_every_way_gives_the_bits_of_whole_training_over_the_same_tiles(how, full, monkeypatch, tmp_path):
     """More pieces enter the last partition than boundaries on the disk have buffers."""
     x, y = data()

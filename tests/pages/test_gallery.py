@@ -6,20 +6,17 @@ import runpy
 import pytest
 import torch
 
+from tests.choice import only_quick
 from tools.write_gallery import PAGE, SCRIPTS, page
 
-SLOW = {"segmentation_with_aux", "no_decay", "multi_task", "masked", "contrastive", "lora_then_full", "sequence_to_sequence"}
+QUICK = {"distillation", "endless_stream", "gradual_unfreezing", "self_distillation"}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in SLOW)) for path in sorted(SCRIPTS.glob("*.py"))],
-    ids=lambda path: path.stem,
-)
-def test_a_script_of_the_gallery_trains_to_the_bits_of_its_plain_loop(path, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", only_quick(sorted(path.stem for path in SCRIPTS.glob("*.py")), QUICK))
+def test_a_script_of_the_gallery_trains_to_the_bits_of_its_plain_loop(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    script = runpy.run_path(str(path))
+    script = runpy.run_path(str(SCRIPTS / f"{name}.py"))
     plain = script["model"]()
     limited = copy.deepcopy(plain)
     script["plain"](plain)

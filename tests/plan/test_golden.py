@@ -14,7 +14,7 @@ def test_every_configuration_is_kept():
 
 
 @pytest.mark.parametrize("name", golden.CONFIGURATIONS)
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_the_plan_and_the_schedule_of_a_configuration_are_what_they_were(name, monkeypatch):
     golden.known(monkeypatch)
     assert golden.answer(golden.CONFIGURATIONS[name]) == WERE[name]

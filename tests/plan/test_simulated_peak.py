@@ -273,7 +273,7 @@ def fit(request, tmp_path_factory):
     return found
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_the_run_does_the_steps_and_moves_the_bytes_that_were_predicted(fit):
     predicted_steps = fit.predicted_steps()
     assert [seen.done.step for seen in fit.steps] == [predicted.step for predicted in predicted_steps]

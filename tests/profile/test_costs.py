@@ -194,6 +194,7 @@ def test_autocast_s_narrow_copies_of_weights_are_counted_for_as_long_as_they_liv
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.few(2)
 def test_a_transformer_costs_on_fake_tensors_what_it_costs(autocast, dropout):
     embedding, block, output = models.gpt(65, 16, width=32, depth=1, heads=4, dropout=dropout)
     assert_as_real(embedding, (16,), dtype=torch.int64, autocast=autocast)

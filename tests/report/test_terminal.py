@@ -189,7 +189,7 @@ def test_what_a_plan_waits_for_stands_on_the_terminals_line_and_goes(tmp_path):
     assert max(map(len, lines_of(text))) <= 40
 
 
-def test_elsewhere_a_plan_that_takes_long_says_what_it_waits_for(capsys, monkeypatch, tmp_path):
+def test_elsewhere_a_plan_that_takes_long_says_what_it_waits_for(measured_machine, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert "planning:" not in call(capsys, *SMALL, "--dry-run", "--method", "full").out
     monkeypatch.setattr(reporter, "_SAID", 0.0)

@@ -116,10 +116,10 @@ def scalars(folder):
     return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-def test_tensorboard_shows_the_run(tmp_path):
+def test_tensorboard_shows_the_run(tmp_path, processes):
     pytest.importorskip("tensorboard")
-    ran = run(tmp_path, *SMALL, "--method", "full", "--epochs", "3", "--output-dir", "out", "--log", "tensorboard")
-    assert ran.code == 0, ran.err
+    options = ["--method", "full", "--epochs", "3", "--output-dir", "out", "--log", "tensorboard"]
+    assert processes.run(tmp_path, [*SMALL, *options])[0] == 0, (tmp_path / "said").read_text()
     (folder,) = (tmp_path / "out" / "tensorboard").iterdir()
     shown, result = scalars(folder), json.loads((tmp_path / "out" / "result.json").read_text())
     assert [value for _, value in shown["train/loss"]] == pytest.approx(result["train_losses"], rel=1e-6)

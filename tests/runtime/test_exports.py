@@ -15,7 +15,7 @@ from seqpart.errors import OptionError
 from tests.command import SMALL, call
 
 ROWS, BATCH, EPOCHS = 40, 8, 3
-WAYS = [{"method": "full"}, {"method": "streamed", "partitions": 3}, {"method": "auto"}]
+WAYS = [{"method": "streamed", "partitions": 3}, {"method": "full"}, {"method": "auto"}]
 
 
 def network():
@@ -59,7 +59,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_exports_are_the_weights_of_a_plain_loop_after_these_updates_and_change_no_bit(how, tmp_path):
     model = network()
     trainer(tmp_path, model, export_every=4, **how).fit(rows(), rows(16, 5))
@@ -78,6 +78,7 @@ def test_exports_are_the_weights_of_a_plain_loop_after_these_updates_and_change_
     ],
     ids=str,
 )
+@pytest.mark.few(2)
 def test_exports_come_as_often_as_asked_and_only_the_newest_stay(options, updates, tmp_path):
     trainer(tmp_path, **options).fit(rows(), rows(16, 5))
     expected, found = plainly(), exported(tmp_path)
@@ -85,6 +86,7 @@ def test_exports_come_as_often_as_asked_and_only_the_newest_stay(options, update
 
 
 @pytest.mark.parametrize("by", ["loss", "accuracy"])
+@pytest.mark.few(1)
 def test_the_best_evaluations_stay(by, tmp_path):
     seen = []
 
@@ -124,6 +126,7 @@ def test_a_resumed_run_makes_what_was_exported_after_its_checkpoint_again_and_mi
 
 
 @pytest.mark.parametrize("every", [2, "1 epoch"], ids=str)
+@pytest.mark.few(1)
 def test_a_run_that_is_stopped_exports_nothing_after_its_last_update(every, tmp_path):
     """It went to the evaluation at its end, which was taken for the end of all updates."""
 

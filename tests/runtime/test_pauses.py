@@ -120,7 +120,7 @@ LATER = {
 
 
 @pytest.mark.parametrize(("way", "method", "name", "clip"), in_pairs(WAYS, METHODS[:2], [*CHANGES], [None, 0.3]))
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_what_is_frozen_stays_from_the_next_update_on(way, method, name, clip, tmp_path):
     options, (frozen, updates) = {"clip_grad_norm": clip} if clip else {}, CHANGES[name]
     assert_same(
@@ -129,7 +129,7 @@ def test_what_is_frozen_stays_from_the_next_update_on(way, method, name, clip, t
 
 
 @pytest.mark.parametrize(("method", "name"), [("auto", "unfreeze"), *in_pairs(["full", "streamed"], [*LATER])])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_what_is_to_learn_later_has_a_plan_made_anew(method, name, tmp_path):
     """The state of what was trained stays, also of what was frozen since."""
     frozen, updates = LATER[name]
@@ -139,7 +139,7 @@ def test_what_is_to_learn_later_has_a_plan_made_anew(method, name, tmp_path):
 @pytest.mark.parametrize(
     ("stop", "name", "save"), in_pairs([3, 5, 7], ["one of two in a block", "freeze, unfreeze another"], ["never", "2"])
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_run_that_is_stopped_and_goes_on_knows_who_learns(stop, name, save, tmp_path):
     """The program that goes on builds the model as it was at first."""
     frozen, updates = {**CHANGES, **LATER}[name]
@@ -217,6 +217,7 @@ class FrozenFromTheStart:
 
 
 @pytest.mark.parametrize("method", ["full", "streamed"])
+@pytest.mark.few(1)
 def test_what_never_learned_has_no_state_that_a_checkpoint_would_need(method, tmp_path):
     """A layer was frozen before its first update, and the checkpoint was refused: the state of its optimizer was missing."""
     model, again = net(), net()
@@ -272,7 +273,7 @@ def plainly_in_stages(model, clip=None):
 
 
 @pytest.mark.parametrize(("way", "method", "clip"), in_pairs(WAYS, ["full", "streamed", "checkpointed"], [None, 0.3]))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_parameters_learn_by_name_and_time_as_in_a_plain_loop(way, method, clip, tmp_path):
     """Also one that the user had frozen. Afterwards requires_grad is the user's again."""
     options = {"clip_grad_norm": clip} if clip else {}
@@ -379,7 +380,7 @@ TOUCHES = {
 
 
 @pytest.mark.parametrize(("name", "method", "way"), in_turn([*TOUCHES], METHODS, WAYS))
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_weight_that_is_touched_is_refused_where_that_is_done(name, method, way, tmp_path):
     model = net()
     with pytest.raises(ModelError, match=r"is not in the model while a run has it.*state_dict.*forward") as error:
@@ -389,6 +390,7 @@ def test_a_weight_that_is_touched_is_refused_where_that_is_done(name, method, wa
 
 
 @pytest.mark.parametrize("method", METHODS[:2])
+@pytest.mark.few(1)
 def test_the_cure_of_a_clamp_in_the_forward_pass_works(method, tmp_path):
     def nothing(*_):
         pass
@@ -397,6 +399,7 @@ def test_the_cure_of_a_clamp_in_the_forward_pass_works(method, tmp_path):
 
 
 @EACH_IN_TURN
+@pytest.mark.few(1)
 def test_shapes_and_what_they_say_may_be_looked_at(way, method, tmp_path):
     seen = []
 
@@ -413,6 +416,7 @@ def test_shapes_and_what_they_say_may_be_looked_at(way, method, tmp_path):
 
 
 @EACH_IN_TURN
+@pytest.mark.few(1)
 def test_options_of_an_optimizer_that_are_changed_are_refused(way, method, tmp_path):
     held = []
 

@@ -77,7 +77,7 @@ def assert_equal(path, modules):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("batch", "micro_batch"), [(32, 32), (50, 20), (120, 7)])
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_full_equals_a_plain_loop(optimizer, batch, micro_batch, shuffle, tmp_path):
     (x, y), seed = data(), 3
     momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
@@ -232,7 +232,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("method", ["full", "checkpointed", "streamed"])
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize(("batch", "wide"), [(16, torch.float64), (1, torch.float32)], ids=["last row alone", "row by row"])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_one_row_through_weights_behind_odd_tensors_has_the_bits_of_a_plain_loop(tmp_path, method, options, batch, wide):
     """Tensors lay one right behind the other, so that matrices began off a cache line, where the product with one row rounds
     otherwise; and norms of two types were added up in another order than torch's."""

@@ -83,7 +83,7 @@ def same(one, other):
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_an_error_between_the_steps_of_partitions_takes_nothing_away_in_silence(resources):
     """Where weights stay a session went back to where it began, with `updates` as before and no word."""
     behind = []

@@ -88,7 +88,7 @@ def moves(folder, patch, *, micro_batches, slots, optimizer, keeps=frozenset(), 
 @pytest.mark.parametrize(
     ("micro_batches", "optimizer"), [(1, "adam"), (2, "adam"), (4, "adam"), (8, "adam"), (2, "sgd"), (4, "momentum")]
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_weights_come_at_most_twice_and_go_home_once(micro_batches, slots, optimizer, tmp_path, monkeypatch):
     counted = moves(tmp_path, monkeypatch, micro_batches=micro_batches, slots=slots, optimizer=optimizer)
     for p, (weights, state) in enumerate(zip(WEIGHTS, STATE[optimizer], strict=True)):
@@ -104,7 +104,7 @@ def test_weights_come_at_most_twice_and_go_home_once(micro_batches, slots, optim
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("defers_updates", [False, True])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_weights_that_stay_come_once_and_go_home_at_the_end(slots, defers_updates, tmp_path, monkeypatch):
     options = {"clip_grad_norm": 0.5} if defers_updates else {}
     counted = moves(
@@ -124,7 +124,7 @@ def test_kept_graphs_save_work_and_cost_no_traffic(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_clipping_costs_one_visit_more_and_the_gradients_way_home_and_back(slots, optimizer, tmp_path, monkeypatch):
     counted = moves(tmp_path, monkeypatch, micro_batches=2, slots=slots, optimizer=optimizer, clip_grad_norm=0.5)
     for p, (weights, state) in enumerate(zip(WEIGHTS, STATE[optimizer], strict=True)):

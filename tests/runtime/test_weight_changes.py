@@ -10,7 +10,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.errors import ModelError, OptionError
 
-WAYS = [{"method": "full"}, {"method": "streamed", "partitions": 3}, {"method": "auto"}]
+WAYS = [{"method": "streamed", "partitions": 3}, {"method": "full"}, {"method": "auto"}]
 MOVE = 0.1
 
 
@@ -45,7 +45,7 @@ def session(folder, both, **options):
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_teacher_that_follows_its_student_has_the_bits_of_a_plain_loop(options, tmp_path):
     found, plain = model(), model()
     with session(tmp_path, found, **options) as steps:
@@ -84,25 +84,32 @@ def test_blocks_that_factories_build_are_changed_too(tmp_path):
     assert torch.equal(after["0.bias"], before["0.bias"])
 
 
-@pytest.mark.parametrize(
-    ("parts", "error", "words"),
-    [
-        (("mentor", "student"), ModelError, "expected parts of the model with parameters, such as student; found 'mentor'"),
-        (("teacher", "head"), ModelError, "found 0.weight in teacher or head alone, or unlike"),
-        ((), OptionError, "expected a rule and parts of the model by name"),
-        (("head",), TypeError, "missing 1 required positional argument"),
-        (("head", "head"), ModelError, "returns another of shape (4, 4); found 0.5 for head.weight"),
-    ],
-    ids=["no part", "unlike parts", "nothing", "a rule of two", "a number"],
-)
-def test_a_rule_that_cannot_be_applied_leaves_the_session_as_it_was(parts, error, words, tmp_path):
-    both = model()
-    with session(tmp_path, both) as steps:
+def test_a_rule_that_cannot_be_applied_leaves_the_session_as_it_was(tmp_path):
+    def number(one, other):
+        return 0.5
+
+    def zero(one, other):
+        return one.zero_()
+
+    refused = [
+        (
+            zero,
+            ("mentor", "student"),
+            ModelError,
+            "parts of the model with parameters, such as student; found 'mentor'",
+        ),
+        (zero, ("teacher", "head"), ModelError, "found 0.weight in teacher or head alone, or unlike"),
+        (zero, (), OptionError, "expected a rule and parts of the model by name"),
+        (zero, ("head",), TypeError, "missing 1 required positional argument"),
+        (number, ("head", "head"), ModelError, "returns another of shape (4, 4); found 0.5 for head.weight"),
+    ]
+    with session(tmp_path, model()) as steps:
         loss_before = steps.step(batches(1)[0])
         before = steps.state_dict()
-        with pytest.raises(error, match=re.escape(words)):
-            steps.change_weights((lambda one, other: 0.5) if parts == ("head",) * 2 else lambda one, two: one.zero_(), *parts)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in steps.state_dict().items())
+        for rule, parts, error, words in refused:
+            with pytest.raises(error, match=re.escape(words)):
+                steps.change_weights(rule, *parts)
+            assert all(torch.equal(tensor, before[name]) for name, tensor in steps.state_dict().items())
         assert steps.step(batches(1)[0]) < loss_before
 
 

@@ -157,7 +157,7 @@ def test_an_error_in_a_callback_ends_the_run_which_is_saved_and_goes_on_behind_i
 
 
 @pytest.mark.parametrize("place", ["on_step", "on_epoch", "on_eval", "loss"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_stop_iteration_ends_the_run_as_any_error_does(place, monkeypatch, tmp_path):
     """It ended a generator of ours: "RuntimeError: generator raised StopIteration", and no word of where, or what was saved."""
     arm = Arm(monkeypatch, tmp_path, How(slots=2), fresh(dropping), numbers((12,)), epochs=2, **CUT)
@@ -219,7 +219,7 @@ def by_function(outputs, labels):
 
 
 @pytest.mark.parametrize("options", [{}, {"method": "streamed", "partitions": 3}, {"method": "sil", "partitions": 2}], ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_metrics_are_of_all_test_rows_whatever_micro_batches_they_come_in(options, tmp_path):
     rows, confusion, listening = data(37, 1), Confusion(), Listening()
     result = fit(

@@ -53,7 +53,7 @@ def trained_for(updates, *, batch=32, lr=1e-2, seed=3):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["full", "streamed"])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_so_many_updates_are_those_of_a_plain_loop(options, updates, method, tmp_path):
     """120 rows in batches of 32: four updates an epoch, the last of 24 rows."""
     trainer = Trainer(
@@ -79,7 +79,7 @@ def test_evaluations_in_the_midst_of_epochs_change_no_bit(how, monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("how", [FULL, How(slots=2), How("sil")], ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_without_a_test_set_training_has_the_same_bits_and_the_result_says_so(how, monkeypatch, tmp_path):
     rows = numbers((12,))
     recovery = {"recovery_epochs": 1} if how.method == "sil" else {}
@@ -127,6 +127,7 @@ def test_a_run_that_is_stopped_anywhere_ends_with_the_bits_of_one_that_was_not(h
     ],
     ids=str,
 )
+@pytest.mark.few(1)
 def test_where_updates_are_counted_their_number_stays(before, now, words, monkeypatch, tmp_path):
     arm = Arm(monkeypatch, tmp_path, FULL, fresh(dropping), numbers((12,)), save_every=1, **CUT)
     with pytest.raises(KeyboardInterrupt):

@@ -3,9 +3,9 @@
 import errno
 import fcntl
 import os
-import subprocess
-import sys
+import resource
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,24 +156,20 @@ def test_a_disk_that_fills_up_only_when_flushed_is_named_too(tmp_path, monkeypat
         file.finish(0, durable=True)
 
 
+@contextmanager
+def largest_file(nbytes):
+    """Where this process may write no larger file: ulimit -f."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_the_system_s_own_limit_on_a_file_s_size_is_explained(tmp_path):
-    """In a process of its own, because the limit holds for everything that the process writes."""
-    program = """
-import resource, sys
-from pathlib import Path
-from seqpart.store.direct import DirectFile, aligned, bytes_of
-from seqpart.errors import StoreError
-resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-try:
-    with DirectFile(Path(sys.argv[1]), write=True) as file:
+    with largest_file(8192), pytest.raises(StoreError, match="ulimit -f"), DirectFile(tmp_path / "a", write=True) as file:
         file.write_from(bytes_of(aligned(16384)), 0)
-except StoreError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "a"], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert "ulimit -f" in done.stdout
 
 
 def test_a_missing_file_is_damage_and_a_file_for_a_folder_is_unusable(tmp_path):

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 
@@ -14,11 +12,12 @@ from safetensors.torch import load_file
 
 from seqpart.device.device import Device
 from seqpart.device.pages import PAGE, aligned, bytes_of
-from seqpart.errors import CorruptFile, DiskFull
+from seqpart.errors import CorruptFile, DiskFull, StoreError
 from seqpart.store import tensor_file as homefile
 from seqpart.store.host_pool import HostPool
 from seqpart.store.layout import Layout, TensorSpec, spec_of
 from seqpart.store.store import Store
+from tests.store.test_direct import largest_file
 
 
 @pytest.fixture
@@ -325,32 +324,16 @@ def test_a_home_that_could_not_be_put_is_not_there(store, tmp_path, monkeypatch)
 
 
 def test_a_real_limit_on_the_disk_leaves_the_old_home(tmp_path):
-    """RLIMIT_FSIZE stops the second put in the middle of its data; in a process of its own, since it holds for all files."""
-    program = """
-import resource, sys
-from pathlib import Path
-import torch
-from seqpart.device.device import Device
-from seqpart.store.direct import aligned
-from seqpart.errors import StoreError
-from seqpart.store.layout import Layout, TensorSpec
-from seqpart.store.store import Store
-store = Store(Path(sys.argv[1]), Device())
-small, large = (Layout.of([TensorSpec(name="w", shape=(n,), dtype=torch.uint8)]) for n in (4096, 65536))
-store.put("home", small, aligned(4096).fill_(7))
-resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
-try:
-    store.put("home", large, aligned(65536).fill_(8))
-except StoreError as error:
-    print(type(error).__name__, error)
-back = aligned(4096)
-store.get("home", back)
-print((back == 7).all().item(), list(Path(sys.argv[1]).iterdir()) == [store.path("home")])
-store.close()
-"""
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True, timeout=120)
-    assert "ulimit -f" in done.stdout
-    assert "True True" in done.stdout
+    """RLIMIT_FSIZE stops the second put in the middle of its data."""
+    store = Store(tmp_path, Device())
+    small, large = (Layout.of([TensorSpec(name="w", shape=(n,), dtype=torch.uint8)]) for n in (4096, 65536))
+    store.put("home", small, aligned(4096).fill_(7))
+    with largest_file(16384), pytest.raises(StoreError, match="ulimit -f"):
+        store.put("home", large, aligned(65536).fill_(8))
+    back = aligned(4096)
+    store.get("home", back)
+    assert (back == 7).all() and list(tmp_path.iterdir()) == [store.path("home")]
+    store.close()
 
 
 def test_a_file_system_without_direct_transfers_keeps_homes_too(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ def test_no_optimizer_of_the_table_differs_from_a_plain_loop():
 
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("name", ["torch.optim.NAdam", "pytorch_optimizer.ScheduleFreeSGD", "pytorch_optimizer.Prodigy"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_the_table_says_what_a_run_finds(name):
     assert write_optimizers.verdict(write_optimizers.built_of(KINDS[name])) == TABLE[name]
 

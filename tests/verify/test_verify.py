@@ -12,6 +12,7 @@ from seqpart.device.device import Device
 from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DoesNotFit, OptionError, VerifyMismatch
 from seqpart.runtime.compute import Compute
+from seqpart.verify import verification
 from seqpart.verify.answers import Digests, Key
 from tests import forced
 from tests.given import write_own
@@ -22,6 +23,13 @@ from tests.verifying import MODELS, check, normal, numbers, tokens
 @pytest.fixture(autouse=True)
 def surroundings(known_machine, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def no_further_runs(monkeypatch):
+    """The limited run, the control, the reference and the plain loop alone: half the time."""
+    monkeypatch.setattr(verification, "_other_cuts", lambda *_: ())
+    monkeypatch.setattr(verification, "_other_micro_batches", lambda *_: "")
 
 
 class Meddling(nn.Module):
@@ -61,9 +69,9 @@ def meddling(scale):
     ],
 )
 def test_a_model_is_proven_to_train_the_same_both_ways(name, method):
-    found = check(*MODELS[name], method=method, partitions=3, clip_grad_norm=1.0, steps=4)
-    assert (found.method, found.reference, found.steps, len(found.plan.partitions)) == (method, "full", 4, 3)
-    assert found.comparisons > 4 * found.tensors * 0.9  # nearly all are seen before every update, and again at the end
+    found = check(*MODELS[name], method=method, partitions=3, clip_grad_norm=1.0, steps=2)
+    assert (found.method, found.reference, found.steps, len(found.plan.partitions)) == (method, "full", 2, 3)
+    assert found.comparisons > 2 * found.tensors * 0.9  # nearly all are seen before every update, and again at the end
     assert found.caught not in ("", "the loss")  # a gradient of the first update, or a statistic of its replay
     assert f"proof: {method} in 3 partitions" in str(found)
     assert len(found.cuts) == 2, "it was cut elsewhere too"
@@ -90,6 +98,7 @@ def test_all_updates_of_a_training_can_be_verified():
     assert found.steps == 6
 
 
+@pytest.mark.usefixtures("no_further_runs")
 def test_a_model_that_was_given_alive_keeps_its_weights_and_no_file_stays(tmp_path):
     model = normal()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -98,6 +107,7 @@ def test_a_model_that_was_given_alive_keeps_its_weights_and_no_file_stays(tmp_pa
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.usefixtures("no_further_runs")
 def test_its_files_are_in_a_directory_that_is_new_and_private_and_goes_with_them(tmp_path):
     """A name of time and process can be predicted, and what lay there under it was removed with all that was in it."""
     seen = set()
@@ -118,7 +128,7 @@ def test_tied_weights_and_frozen_blocks_are_proven_too():
     model = normal()
     model[0].requires_grad_(False)
     model[2].layers[0].weight = model[1].layers[0].weight
-    assert check(lambda: model, numbers(8), partitions=3).caught
+    assert check(lambda: model, numbers(8), partitions=3, steps=2).caught
 
 
 # --- what differs -----------------------------------------------------------------------------------------------------
@@ -182,6 +192,7 @@ def frozen_but_the_last():
     return model
 
 
+@pytest.mark.usefixtures("no_further_runs")
 @pytest.mark.parametrize(
     ("model", "data", "partitions"),
     [
@@ -264,6 +275,7 @@ class Failing(nn.Linear):
         return FailsOnce.apply(super().forward(x))
 
 
+@pytest.mark.usefixtures("no_further_runs")
 def test_a_run_that_goes_on_without_its_heap_is_compared_update_by_update_all_the_same():
     """An update that was undone half-way was counted for the partitions that had made it."""
     assert check(lambda: nn.Sequential(Failing(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)), numbers(8), partitions=2).caught
@@ -287,7 +299,7 @@ def command(monkeypatch, capsys, *arguments):
     return exit.value.code, " ".join(said.out.split()), " ".join(said.err.split())
 
 
-SMALL = ["--mem-limit", "2GB", "--partitions", "2", "--steps", "2"]
+SMALL = ["--mem-limit", "2GB", "--partitions", "2", "--steps", "1"]
 
 
 def test_the_command_prints_each_run_and_the_proof(monkeypatch, capsys, tmp_path):
@@ -307,7 +319,7 @@ def test_the_command_ends_with_5_where_the_two_ways_differ(monkeypatch, capsys, 
     monkeypatch.syspath_prepend(tmp_path)
     code, _, err = command(monkeypatch, capsys, "--model", "verified_models:noisy", *SMALL)
     assert code == 5
-    assert "VerifyMismatch: streamed and full differ, first in the loss in update 1 of 2" in err
+    assert "VerifyMismatch: streamed and full differ, first in the loss in update 1 of 1" in err
     assert "Traceback" not in err
 
 
@@ -365,7 +377,7 @@ def test_a_block_that_looks_at_grad_mode_finds_the_same_in_every_pass(method):
     def model():
         return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), LooksAtGradMode(), nn.Linear(8, 4))
 
-    assert check(model, numbers(8), method=method, partitions=2).cuts == (4,)
+    assert check(model, numbers(8), method=method, partitions=2, steps=1).cuts == (4,)
 
 
 class EvaluatesByCalls(nn.Module):
@@ -389,7 +401,7 @@ def test_evaluations_are_compared_too():
 
 
 def test_another_micro_batch_is_not_compared_where_a_block_takes_statistics():
-    found = check(*MODELS["batch norm and dropout"], partitions=3)
+    found = check(*MODELS["batch norm and dropout"], partitions=3, steps=1)
     assert found.cuts == (2, 4)
     assert "micro-batches of 2 are not compared: a block takes statistics" in found.divided
 
@@ -424,6 +436,7 @@ def odd_rows():
     return torch.randn(33, 13), torch.arange(33) % 5
 
 
+@pytest.mark.usefixtures("no_further_runs")
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"lr_schedule": "cosine", "micro_batch_size": 5}], ids=str)
 @pytest.mark.few(1)
 def test_a_plain_loop_has_the_same_bits(options):
@@ -438,6 +451,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.usefixtures("no_further_runs")
 @pytest.mark.parametrize("model", GIVEN.values(), ids=GIVEN)
 @pytest.mark.few(1)
 def test_a_plain_loop_is_made_of_whatever_the_model_is_given_as(model):
@@ -454,6 +468,7 @@ def test_norms_that_are_added_up_in_another_order_are_noticed(monkeypatch):
         check(Mixed, odd_rows(), partitions=2, batch_size=16, lr=0.01, epochs=2, clip_grad_norm=0.05)
 
 
+@pytest.mark.usefixtures("no_further_runs")
 def test_weights_that_begin_off_a_cache_line_are_noticed(monkeypatch):
     import seqpart.store.layout as layout
 
@@ -466,6 +481,7 @@ def test_weights_that_begin_off_a_cache_line_are_noticed(monkeypatch):
         check(model, odd_rows(), batch_size=16, epochs=2, partitions=2)
 
 
+@pytest.mark.usefixtures("no_further_runs")
 def test_what_a_plain_loop_does_otherwise_is_said_and_not_compared():
     def model():
         return nn.Sequential(nn.Linear(13, 9), nn.Dropout(), nn.Linear(9, 5))
