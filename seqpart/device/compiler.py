@@ -19,6 +19,7 @@ import functools
 import importlib
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader
@@ -45,8 +46,8 @@ _KEPT = "__dynamo_disable"
 """Attribute of a function in which `torch._disable_dynamo` caches its disabled version."""
 _kept: list[Any] = []
 """Functions that got this attribute from a stand-in."""
-_inside = 0
-"""Number of active `without_compiler` contexts."""
+_inside, _counting = 0, threading.Lock()
+"""Number of active `without_compiler` contexts, of all threads: an optimizer may step beside a backward pass."""
 
 
 @contextmanager
@@ -85,18 +86,20 @@ def back_propagate(roots: Any, gradients: Any) -> None:
 
 def enter() -> None:
     global _inside
-    _inside += 1
-    if _inside == 1 and COMPILER not in sys.modules:
-        sys.meta_path.insert(0, _PARTS)
-        for stand_in in _STAND_INS:
-            stand_in.stand_in()
+    with _counting:
+        _inside += 1
+        if _inside == 1 and COMPILER not in sys.modules:
+            sys.meta_path.insert(0, _PARTS)
+            for stand_in in _STAND_INS:
+                stand_in.stand_in()
 
 
 def leave() -> None:
     global _inside
-    _inside -= 1
-    if not _inside and _PARTS in sys.meta_path:
-        _give_way(_STAND_INS)
+    with _counting:
+        _inside -= 1
+        if not _inside and _PARTS in sys.meta_path:
+            _give_way(_STAND_INS)
 
 
 class _StandIn(ModuleType):

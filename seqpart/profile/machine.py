@@ -79,7 +79,7 @@ def measure_speeds(
     return Speeds(
         flops=4 * 2 * rows * 1024**2 / seconds_of(matmul),
         optimizer=_steps(device, optimizer, weight[:256]),
-        host_optimizer=math.inf if device.shares_memory else _steps(device, optimizer, torch.ones(1024, 4096)),
+        host_optimizer=math.inf if device.shares_memory else _steps(device, optimizer, weight.cpu().repeat(1, 4)),
         read=read,
         write=write,
         up=up,
