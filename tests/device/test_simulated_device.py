@@ -224,10 +224,10 @@ NAMES = ["dropout, sgd", "statistics, sgd, clipped", "mlp, adam, clipped, bf16",
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "name"), [*enumerate(NAMES)])
 def test_every_way_to_train_on_it_gives_the_bits_of_the_cpu_whatever_the_delays(number, name, arm):
-    """Each way with two of the models, and a seed of its own for each: 54 orders of copies."""
+    """Each way with one of the models, and a seed of its own for each: 27 orders of copies."""
     trained = arm(name)
     expected = trained.run(FULL)
-    for seed, how in [*enumerate([FULL, *HOWS])][number % 2 :: 2]:
+    for seed, how in [*enumerate([FULL, *HOWS])][number::4]:
         in_host = bool({"host", "mixed"} & {how.boundary_tier, how.offloads})
         ram = {"ram_limit": "1"} if seed % 3 == 0 and not in_host else {}  # homes on the disk
         found = trained.run(how, device=f"{SIM}@{100 * number + seed}", **ram)
