@@ -3,18 +3,17 @@
 import copy
 import importlib.util
 import json
-import subprocess
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from seqpart import Trainer
-from tests.command import end, run, start
+from tests.command import call, end, run, start
 from tests.model.test_packs import MODELS, made
 from tests.whole_models import Dense
 
@@ -131,91 +130,75 @@ def pictures(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["torchvision:resnet18", "timm:vit_tiny_patch16_224"])
-def test_a_model_of_a_library_is_trained_by_its_name(model, pictures, capsys):
+def test_a_model_of_a_library_is_trained_by_its_name(model, pictures, monkeypatch, capsys):
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed: seqpart[hf]")
-    ran = run(pictures, "--model", model, "--data", "npz:pictures.npz", *COMMAND)
+    monkeypatch.chdir(pictures)
+    ran = call(capsys, "--model", model, "--data", "npz:pictures.npz", *COMMAND)
     assert ran.code == 0, ran.err
     assert "violations 0" in ran.out
 
 
-MADE = """
-import transformers
-config = transformers.LlamaConfig(
-    hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, vocab_size=128, tie_word_embeddings=True
-)
-transformers.LlamaForCausalLM(config).save_pretrained("mine")
-"""
-READ = """
-import torch, transformers
-model, told = transformers.LlamaForCausalLM.from_pretrained("out", output_loading_info=True)
-assert not told["missing_keys"] and not told["unexpected_keys"], told
-assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4).shape == (1, 6)
-"""
+TEXT = ["--data", "text:text.txt", "--context", "16", "--output-dir", "out", *COMMAND]
+
+
+@pytest.fixture
+def llama(tmp_path, monkeypatch):
+    """The class of a small Llama, and its configuration; a text lies where the test is run."""
+    transformers = pytest.importorskip("transformers", reason="pip install 'seqpart[hf]'")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        vocab_size=128,
+        tie_word_embeddings=True,
+    )
+    return transformers.LlamaForCausalLM, config
 
 
 @pytest.mark.slow
-def test_a_directory_of_transformers_comes_in_and_goes_out(tmp_path):
-    """In processes of their own: the library's memory would count against the limits of other tests."""
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: seqpart[hf]")
-    subprocess.run([sys.executable, "-c", MADE], cwd=tmp_path, check=True)
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
-    ran = run(tmp_path, "--model", "hf:mine", "--data", "text:text.txt", "--context", "16", "--output-dir", "out", *COMMAND)
+def test_a_directory_of_transformers_comes_in_and_goes_out(llama, capsys):
+    kind, config = llama
+    kind(config).save_pretrained("mine")
+    ran = call(capsys, "--model", "hf:mine", *TEXT)
     assert ran.code == 0, ran.err
-    (tmp_path / "out" / "config.json").write_text((tmp_path / "mine" / "config.json").read_text())
-    subprocess.run([sys.executable, "-c", READ], cwd=tmp_path, check=True)
-
-
-UNTIED = """
-import torch
-from safetensors.torch import load_file, save_file
-tensors = load_file("mine/model.safetensors")
-save_file(tensors | {"lm_head.weight": torch.randn(128, 32) / 9}, "mine/model.safetensors", metadata={"format": "pt"})
-"""
+    Path("out", "config.json").write_text(Path("mine", "config.json").read_text())
+    model, told = kind.from_pretrained("out", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"], told
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4).shape == (1, 6)
 
 
 @pytest.mark.slow
-def test_a_directory_with_two_values_for_what_its_configuration_ties_comes_in_as_from_pretrained_has_it(tmp_path):
+def test_a_directory_with_two_values_for_what_its_configuration_ties_comes_in_as_from_pretrained_has_it(llama, tmp_path):
     """One of them was lost without a word. A resumed run has the two parameters too."""
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: seqpart[hf]")
-    subprocess.run([sys.executable, "-c", MADE + UNTIED], cwd=tmp_path, check=True)
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
-    words = ["--model", "hf:mine", "--data", "text:text.txt", "--context", "16", *COMMAND, "--lr", "0", "--weight-decay", "0"]
-    end(start(tmp_path, *words, "--epochs", "4", "--save-every", "1", "--output-dir", "out", until="epoch 2"), 9)
+    kind, config = llama
+    kind(config).save_pretrained("mine")
+    untied = load_file("mine/model.safetensors") | {"lm_head.weight": torch.randn(128, 32) / 9}
+    save_file(untied, "mine/model.safetensors", metadata={"format": "pt"})
+    words = ["--model", "hf:mine", *TEXT, "--lr", "0", "--weight-decay", "0", "--epochs", "4", "--save-every", "1"]
+    end(start(tmp_path, *words, until="epoch 2"), 9)
     again = run(tmp_path, "--resume", "out")
     assert again.code == 0, again.err
     came, left = (load_file(tmp_path / name / "model.safetensors") for name in ("mine", "out"))
     assert [name for name in came if not torch.equal(came[name], left[name])] == []
 
 
-CONFIGURED = """
-import transformers
-transformers.LlamaConfig(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=128
-).save_pretrained("bare")
-"""
-
-
 @pytest.mark.slow
-def test_a_configuration_alone_is_a_model_where_the_data_say_which(tmp_path):
+def test_a_configuration_alone_is_a_model_where_the_data_say_which(llama, capsys):
     """config.json of a configuration names no class: the run ended after all imports, with "the architectures None"."""
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: seqpart[hf]")
-    subprocess.run([sys.executable, "-c", CONFIGURED], cwd=tmp_path, check=True)
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 60)
-    words = ["--data", "text:text.txt", "--context", "16", "--output-dir", "out", *COMMAND]
-    ran = run(tmp_path, "--model", "hf:bare", *words)
+    llama[1].save_pretrained("bare")
+    ran = call(capsys, "--model", "hf:bare", *TEXT)
     assert ran.code == 0, ran.err
-    written = json.loads((tmp_path / "out" / "pretrained" / "config.json").read_text())
-    assert written["architectures"] == ["LlamaForCausalLM"]
-    np.savez(tmp_path / "rows.npz", x_train=np.ones((8, 16)), y_train=np.arange(8) % 2)
-    refused = run(tmp_path, "--model", "hf:bare", "--data", "npz:rows.npz", *COMMAND)
+    assert json.loads(Path("out", "pretrained", "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    np.savez("rows.npz", x_train=np.ones((8, 16)), y_train=np.arange(8) % 2)
+    refused = call(capsys, "--model", "hf:bare", "--data", "npz:rows.npz", *COMMAND)
     assert refused.code == 2 and "the class of a llama is known without where --data is text:FILE" in refused.err
-    config = json.loads((tmp_path / "bare" / "config.json").read_text())
-    (tmp_path / "bare" / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
-    named = run(tmp_path, "--model", "hf:bare", *words, "--overwrite")
+    config = json.loads(Path("bare", "config.json").read_text())
+    Path("bare", "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    named = call(capsys, "--model", "hf:bare", *TEXT, "--overwrite")
     assert named.code == 0, named.err
 
 

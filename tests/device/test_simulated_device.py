@@ -224,10 +224,10 @@ NAMES = ["dropout, sgd", "statistics, sgd, clipped", "mlp, adam, clipped, bf16",
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "name"), [*enumerate(NAMES)])
 def test_every_way_to_train_on_it_gives_the_bits_of_the_cpu_whatever_the_delays(number, name, arm):
-    """Each way with two of the models, and a seed of its own for each: 54 orders of copies."""
+    """Each way with one of the models, and a seed of its own for each: 31 orders of copies."""
     trained = arm(name)
     expected = trained.run(FULL)
-    for seed, how in [*enumerate([FULL, *HOWS])][number % 2 :: 2]:
+    for seed, how in [*enumerate([FULL, *HOWS])][number::4]:
         in_host = bool({"host", "mixed"} & {how.boundary_tier, how.offloads}) or how.host_steps
         ram = {"ram_limit": "1"} if seed % 3 == 0 and not in_host else {}  # homes on the disk
         found = trained.run(how, device=f"{SIM}@{100 * number + seed}", **ram)
@@ -325,6 +325,8 @@ NOT_FOUND = {
     "runtime.partition:Partition.begin_drop: self.finish_state()": "behind failed allocations only",
     "runtime.partition:Partition.update: self.finish_state()": "the executor has done so before",
     "runtime.executor:Executor._wait_for_homes: partition.transfer.wait()": "who saves a checkpoint waits as well",
+    "runtime.executor:Executor.flush: transfer.wait()": "who saves a checkpoint waits as well",
+    "runtime.executor:Executor._retreat: transfer.follow()": "behind failed allocations only",
     "runtime.slots:Slots.take: best.free()": "where a slot grows: has a test of its own",
 }
 SITES = [site for site in sites(*(f"seqpart.{module}" for module in MODULES)) if str(site) not in NOT_FOUND]
@@ -342,41 +344,49 @@ WAYS = [
     (How(slots=2), ADAM | {"clip_grad_norm": 0.1, "save_every": 2, "partitions": (0, 4)}),
     (How(slots=2, keeps=0, offloads="host"), ADAM),
     (How(slots=1, keeps=0, offloads="disk"), ADAM | {"micro_batch_size": 2}),
-    (How(slots=2, weights=1), {"save_every": 1}),
+    (How(slots=2, weights=1), ADAM | {"save_every": 1}),
     (How(slots=2, stays=0.5, host_steps=True), ADAM),
     (How(slots=2, host_steps=True), ADAM | {"clip_grad_norm": 0.1}),
     (How(slots=1, host_steps=True), ADAM | {"save_every": 1}),
 ]
+FIRST = {"OnDisk": 2, "TensorFiles": 2, "HostRanges": 4, "DiskRanges": 5, "Partition.begin_load": 6, "HostSteps": 7}
+"""The way that is tried first for the waits of a class or a method, which others do without."""
+
+
+def is_right(seed, trained, how, options, right):
+    return first_difference(trained.run(how, device=f"{SIM}@{seed}", **options), right) is None
 
 
 def noticed(ways):
-    """Whether training by one of `ways`, (arm, how, options, what is right), is found to be wrong."""
-    for seed, (trained, how, options, right) in itertools.product(range(12), ways):
+    """Whether training by one of `ways`, arguments of `is_right`, is found to be wrong."""
+    for seed, way in itertools.product(range(12), ways):
         try:
-            found = trained.run(how, device=f"{SIM}@{seed}", **options)
+            if not is_right(seed, *way):
+                return True
         except Exception as error:
             assert not isinstance(error, OptionError | DoesNotFit)
-            return True
-        if first_difference(found, right) is not None:
             return True
     return False
 
 
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory):
-    """For `noticed`."""
+    """For `noticed`, each of them right as it is: one that always failed found every wait needed."""
     with pytest.MonkeyPatch.context() as patch:
         deep_one = Trained(patch, tmp_path_factory.mktemp("deep"), fresh(deep), numbers((8,)))
         model, _, partitions, options = CASES["tied, sgd, bf16"]
         tied = Trained(patch, tmp_path_factory.mktemp("tied"), fresh(model), tokens(), partitions=partitions, **options)
-        yield [
+        found = [
             (trained, how, asked, trained.run(FULL, **{key: value for key, value in asked.items() if key != "ram_limit"}))
             for trained, how, asked in [*((deep_one, *way) for way in WAYS), (tied, How(slots=2), {})]
         ]
+        assert all(is_right(0, *way) for way in found)
+        yield found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("site", SITES, ids=str)
 def test_without_any_one_wait_the_bits_differ_or_two_accesses_are_named(site, ways):
+    first = ways[FIRST.get(site.owner, FIRST.get(site.owner.partition(".")[0], 0))]
     with without(site):
-        assert noticed(ways), f"{site} is not needed, or is not checked"
+        assert noticed([first, *(way for way in ways if way is not first)]), f"{site} is not needed, or is not checked"

@@ -32,8 +32,9 @@ def loaded(result, modules):
     return modules
 
 
-@pytest.mark.parametrize("recover", ["left", "all"])
-@pytest.mark.parametrize(("micro_batch", "rate"), [pytest.param(25, None, marks=pytest.mark.slow), (10, 3e-3)])
+@pytest.mark.parametrize("recover", ["all", "left"])
+@pytest.mark.parametrize(("micro_batch", "rate"), [(10, 3e-3), (25, None)])
+@pytest.mark.few(1)
 def test_recovery_equals_a_plain_loop_from_the_weights_that_sil_left(recover, micro_batch, rate, tmp_path):
     x, y = data()
     before = trained(tmp_path / "before", micro_batch_size=micro_batch)

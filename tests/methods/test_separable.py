@@ -146,7 +146,7 @@ def test_every_exact_method_gives_the_bits_of_full_training_under_the_loss(tmp_p
         monkeypatch, tmp_path, small_psnet, numbers((1, 16, 16), classes=3), loss="psl", lr=1e-3, partitions=[0, 1, 3]
     )
     expected = arm.run(FULL)
-    for how in (How(), How(slots=2, keeps=0), How(method="checkpointed")):
+    for how in (How(slots=2, keeps=0), How(method="checkpointed")):
         assert first_difference(arm.run(how), expected) is None, how
 
 

@@ -55,7 +55,7 @@ def test_batch_norm_is_planned_although_it_refuses_a_single_row(tmp_path):
     assert len(result.plan.partitions) == 2
 
 
-@pytest.mark.parametrize("method", only_quick(["auto", "streamed", "full", "sil"], ["auto", "sil"]))
+@pytest.mark.parametrize("method", only_quick(["auto", "streamed", "full", "sil"], ["auto"]))
 def test_a_limit_that_is_too_small_for_a_model_that_takes_no_single_row_is_refused_with_the_one_that_is_not(
     method, known_machine, tmp_path
 ):

@@ -9,6 +9,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.device.usage import read_process
 from seqpart.errors import DoesNotFit
+from tests.choice import in_pairs
 
 MB = 10**6
 WIDTH, DEPTH = 24, 8
@@ -49,12 +50,11 @@ def plainly(model, clip):
     return model.state_dict()
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("learning", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.parametrize("method", ["streamed", "auto", "checkpointed"])
+@pytest.mark.parametrize(("method", "name", "clip"), in_pairs(["streamed", "auto", "checkpointed"], [*PATTERNS], [None, 0.1]))
 @pytest.mark.few(2)
-def test_a_network_of_which_a_part_learns_has_the_bits_of_a_plain_loop(tmp_path, learning, method, clip):
+def test_a_network_of_which_a_part_learns_has_the_bits_of_a_plain_loop(tmp_path, name, method, clip):
     """Blocks by themselves: the first that learns may stand anywhere."""
+    learning = PATTERNS[name]
     model = network(learning)
     options = {} if method == "auto" else {"partitions": tuple(range(DEPTH + 1))}
     result = Trainer(

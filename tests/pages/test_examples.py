@@ -1,6 +1,7 @@
 """The examples do what they print. Each runs in a process of its own, from its text with smaller numbers."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -181,13 +182,14 @@ def test_an_adapter_learns_over_a_base_in_4_bits(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["finetune_vit_on_folder.py", "finetune_llama_from_directory.py", "train_unet.py"])
-def test_at_full_size_an_example_says_what_it_needs(name, tmp_path):
+def test_at_full_size_an_example_says_what_it_needs(name, tmp_path, monkeypatch, capsys):
     pytest.importorskip({"f": "transformers", "t": "PIL"}[name[0]])
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, "--full"], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
-    )  # fmt: skip
-    assert done.returncode == 2 and "--full needs --" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, "--full"])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert ended.value.code == 2 and "--full needs --" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -139,15 +139,15 @@ def compared(folder, *where):
 def simulated(tmp_path_factory):
     """Which takes its time for each step: few updates."""
     where = ("--device", "sim:rtx4090", "--mem-limit", "1GB", "--ram-limit", "1GB", "--batch-size", "256")
-    return compared(tmp_path_factory.mktemp("simulated"), *where, "--methods", "streamed,sil,ist,psl")
+    return compared(tmp_path_factory.mktemp("simulated"), *where, "--methods", "streamed,ist,psl")
 
 
 @pytest.mark.slow
 def test_on_a_simulated_device_its_memory_pinned_memory_and_the_disk_are_shown(simulated):
-    for row in simulated["table"][:2]:
-        assert 440 << 20 < row["peak"] <= row["predicted"] <= 10**9
-        assert row["pinned"] > 0
-        assert row["disk_written"] is not None
+    streamed, *_ = simulated["table"]
+    assert 440 << 20 < streamed["peak"] <= streamed["predicted"] <= 10**9
+    assert streamed["pinned"] > 0
+    assert streamed["disk_written"] is not None
 
 
 def parts_are_shown(document, *methods):
@@ -166,7 +166,7 @@ def parts_are_shown(document, *methods):
 
 @pytest.mark.slow
 def test_subnets_and_pairs_of_scores_are_shown_beside_the_other_methods(simulated):
-    assert parts_are_shown(simulated, "streamed", "sil", "ist", "psl")
+    assert parts_are_shown(simulated, "streamed", "ist", "psl")
 
 
 @pytest.mark.slow
