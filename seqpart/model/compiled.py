@@ -1,6 +1,7 @@
 """Models that torch.compile has made: they run as they were written, since compiled code needs all its layers at once."""
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,7 +17,7 @@ def original(model: object) -> object:
     """Returns the module that torch.compile took, or a list with those; anything else as it is."""
     if isinstance(model, list):
         return [original(part) for part in model]
-    return model._orig_mod if isinstance(model, nn.Module) and _is_wrapper(model) else model
+    return original(model._orig_mod) if isinstance(model, nn.Module) and _is_wrapper(model) else model
 
 
 def is_compiled(model: object) -> bool:
@@ -25,7 +26,9 @@ def is_compiled(model: object) -> bool:
         return any(map(is_compiled, model))
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     wrapped = any(_is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None for module in modules)
-    return wrapped or any(_is_made(method) for kind in {type(module) for module in modules} for method in _methods_of(kind))
+    own = (value for module in modules for value in vars(module).values())
+    methods = (method for kind in {type(module) for module in modules} for method in _methods_of(kind))
+    return wrapped or any(map(_is_made, itertools.chain(own, methods)))
 
 
 def as_written(model: object) -> AbstractContextManager[object]:

@@ -142,6 +142,19 @@ class Optimizer:
             found += [replace(parameter, name=f"{name}.{AVERAGE}")] if self.average is not None else []
         return Layout.of(found)
 
+    def tells_apart(self, name: str, parameter: nn.Parameter) -> bool:
+        """True if the options of a parameter depend on which object it is, and not on its name, form and attributes alone."""
+        with tried(self.name):
+            return self._options_of(name, parameter) != self._options_of(name, twin_of(parameter, parameter.detach()))
+
+    def _options_of(self, name: str, parameter: nn.Parameter) -> list[str]:
+        groups = [group for part in parts_of(self.build([parameter], [name])) for group in part.param_groups]
+        return [
+            repr([(key, str(value)) for key, value in group.items() if key != "params"])
+            for group in groups
+            if any(one is parameter for one in group["params"])
+        ]
+
     def adopt(self, optimizer: torch.optim.Optimizer) -> "Adopted":
         """Takes an optimizer that was just built, whose state is to lie in memory of somebody else's."""
         return Adopted(self, optimizer)
@@ -288,6 +301,13 @@ class _Averaging:
             else:
                 torch._foreach_copy_(averages, parameters)
         self._begun = True
+
+
+def twin_of(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """A parameter with other values and the attributes of `parameter`: an optimizer's groups may be made by these."""
+    twin: nn.Parameter = torch.Tensor._make_subclass(type(parameter), values, True)
+    vars(twin).update(vars(parameter))
+    return twin
 
 
 def averaging(choice: Optimizer, decay: float | None) -> Optimizer:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.capture.capture import chain_and_loss, chain_of
@@ -111,6 +112,8 @@ class Inputs:
         settings, train, test, device = self.settings, self.train, self.test, self.device
         self.methods, self.late = settings.methods, dict[str, int]()
         """late: {name of a parameter that is frozen at first: number of updates before it learns}."""
+        self.tells_apart = False
+        """True if the user's optimizer has groups by which objects parameters are, so that others cannot stand for them."""
         self.exact, self.alone = self.methods[0].exact, self.methods[0].alone
         if settings.partitions not in ("auto", 1):  # `auto` takes a method that can
             self.methods = tuple(method for method in self.methods if method.cuts)
@@ -341,6 +344,18 @@ class Inputs:
                 if (optimizer.joint or late) and self.settings.partitions != 1:
                     self.methods = tuple(method for method in self.methods if not method.cuts)
                     refuse_joint(optimizer, self.methods, late=late)
+            if self._optimizer is not None and (self.settings.ram_limit or not self.device.shares_memory):
+                self.tells_apart = any(map(self._optimizer.tells_apart, *self._given()))
+
+    def _given(self) -> tuple[list[str], list[nn.Parameter]]:
+        """Returns names and parameters of modules that were given alive, of those that learn."""
+        found = [
+            (block.exported(name), block.alive.get_parameter(name))
+            for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True)
+            if block.alive is not None
+            for name in (spec.name for spec in cost.layout.specs if spec.name in cost.trainable)
+        ]
+        return [name for name, _ in found], [parameter for _, parameter in found]
 
     def _wholes(self, learns: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """The larger parameters that some of `learns` are rows of."""

@@ -385,7 +385,13 @@ class Planner(Inputs):
                 "--optimizer-on host: weights and optimizer state must be in host memory, and there is none for them. Give "
                 "--ram-limit."
             )
-        if self.alone or method.in_pairs or method.has_subnets or asked == "device" or not budget:
+        if asked == "host" and self.tells_apart:
+            raise OptionError(
+                "--optimizer-on host: the optimizer's function tells parameters apart by which objects they are, and steps on "
+                "the host are made with others of the same names and attributes. Let it go by names (a parameter called "
+                "named_parameters), or give --optimizer-on device."
+            )
+        if self.tells_apart or self.alone or method.in_pairs or method.has_subnets or asked == "device" or not budget:
             return (False,)
         return (True,) if asked == "host" else (False, True) if saved is None else (bool(saved.host_steps),)
 

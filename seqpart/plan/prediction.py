@@ -110,7 +110,8 @@ def predict(
         keeps, offloads, wanted = keeps - (wanted - places.graphs), offloads - (wanted - places.graphs), places.graphs
         places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
     resources = replace(
-        resources, label_row=problem.label_row, borrows=not method.stays, at_host=places.homes, host_steps=places.steps,
+        resources, label_row=problem.label_row, borrows=not method.stays, at_host=places.homes,
+        host_steps=places.steps - resources.weights_stay,
         graphs_at_host=wanted,
         gradients_room=problem.defers_updates and len(parts) > 1 and not method.stays,
         graph_buffers=graph_buffer_bytes(costs, offloads - wanted if problem.machine.host_counts else offloads),

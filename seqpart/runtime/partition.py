@@ -21,7 +21,7 @@ from seqpart.device.compiler import without_symbols
 from seqpart.device.device import Device
 from seqpart.methods.ist.statistics import Around, as_it_is
 from seqpart.model.blocks import Block, Tied
-from seqpart.model.optimizers import Adopted, GradientNorm, Optimizer
+from seqpart.model.optimizers import Adopted, GradientNorm, Optimizer, twin_of
 from seqpart.model.packs import Pack
 from seqpart.model.scheduler import Groups
 from seqpart.model.tensors import attach, detach
@@ -213,15 +213,16 @@ class Partition:
 
         begun: true for blocks that have made a step before.
         """
-        every = zip(self.blocks, parameters, strict=True)
-        by_place = {place: (block.exported(name), p) for block, own in every for name, place, p in own}
+        named = zip(self.blocks, parameters, strict=True)
+        by_place = {place: (block.exported(name), p) for block, own in named for name, place, p in own}
         if not by_place:
             return
         in_order = [by_place[place] for place in sorted(by_place)]
         names = [name for name, _ in in_order] if self._choice.named else []
         self._adopted = self._choice.adopt(self._choice.build([parameter for _, parameter in in_order], names))
         self.built = weakref.ref(self._adopted.optimizer)
-        for block, own, layout, region, made in zip(self.blocks, parameters, self._states, states, begun, strict=True):
+        every = zip(self.blocks, parameters, self._states, states, begun, strict=True)
+        for block, own, layout, region, made in (one for one in every if one[1]):
             self._adopted.take([(name, p) for name, _, p in own], layout.views(region), block.exported, begun=made)
 
     def _fetch_gradients(self) -> None:
@@ -348,7 +349,8 @@ class Partition:
         parameters, states, taken = list[list[Learning]](), list[torch.Tensor](), list[list[str]]()
         for block, cost, layout, own in zip(self.blocks, self._costs, self._states, self._learning, strict=True):
             views = cost.layout.views(store.in_place(block.home, cost.layout)) if own else {}
-            parameters.append([(name, place, nn.Parameter(views[name])) for name, place in own.items()])
+            twins = {name: twin_of(block.module.get_parameter(name), views[name]) for name in own}
+            parameters.append([(name, place, twins[name]) for name, place in own.items()])
             states.append(store.in_place(block.state_home, layout) if own and layout.specs else _NOTHING)
             if at_home is None:
                 taken.append([name for name, place in own.items() if self.trainable[place].grad is not None])

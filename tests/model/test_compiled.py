@@ -62,6 +62,16 @@ def methods():
     return Network(CompiledMethod)
 
 
+def on_instances():
+    model = Network()
+    model.forward = torch.compile(model.forward)
+    return model
+
+
+def twice():
+    return torch.compile(nn.Sequential(torch.compile(Network())))
+
+
 def blocks():
     return [torch.compile(Layer()), nn.Sequential(Layer(), torch.compile(Layer())), nn.Linear(8, 3)]
 
@@ -91,7 +101,7 @@ def trained(model, folder, **options):
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("method", ["streamed", "full"])
-@pytest.mark.parametrize("make", [whole, in_place, layers, methods, blocks])
+@pytest.mark.parametrize("make", [whole, in_place, layers, methods, on_instances, twice, blocks])
 def test_a_compiled_model_has_the_bits_of_the_plain_one_and_a_line_says_so(make, method, tmp_path, capsys):
     cut = {"partitions": 3} if method == "streamed" else {}
     found = trained(seeded(make), tmp_path / "run", method=method, **cut)

@@ -82,6 +82,82 @@ def test_an_optimizer_of_one_s_own_steps_there_too(make, device, tmp_path):
     assert alike(model, plain_loop(make))
 
 
+def by_attribute(parameters):
+    slow, fast = ([p for p in parameters if getattr(p, "fast", False) is way] for way in (False, True))
+    return torch.optim.SGD([{"params": fast, "lr": 0.5}, {"params": slow, "lr": 0.01}])
+
+
+def marked():
+    model = network()
+    for number, parameter in enumerate(model.parameters()):
+        parameter.fast = number % 2 == 0
+    return model
+
+
+@pytest.mark.parametrize("optimizer_on", ["host", "auto"])
+def test_groups_by_attributes_of_the_parameters_are_those_of_the_model(optimizer_on, tmp_path):
+    """All were in the second group once."""
+    found, asked = {}, options(tmp_path)
+    for place in optimizer_on, "device":
+        model = marked()
+        own = {key: value for key, value in asked.items() if key not in ("optimizer", "lr", "weight_decay")}
+        own |= {"optimizer_on": place, "output_dir": tmp_path / place}
+        Trainer(model, None, lambda parameters: by_attribute(list(parameters)), **own).fit(rows())
+        found[place] = model
+    assert alike(found[optimizer_on], found["device"])
+
+
+def test_groups_by_which_objects_parameters_are_keep_the_steps_on_the_device(tmp_path):
+    model = network()
+    chosen = {id(parameter) for parameter in model[0].parameters()}
+
+    def by_identity(parameters):
+        groups = [[p for p in parameters if (id(p) in chosen) is way] for way in (False, True)]
+        return torch.optim.SGD([{"params": groups[0], "lr": 0.5}, {"params": groups[1], "lr": 0.01}])
+
+    asked = {key: value for key, value in options(tmp_path).items() if key not in ("optimizer", "lr", "weight_decay")}
+    with pytest.raises(OptionError, match="tells parameters apart by which objects they are"):
+        Trainer(model, None, lambda parameters: by_identity(list(parameters)), **asked).fit(rows())
+    plan = Trainer(model, None, lambda parameters: by_identity(list(parameters)), **{**asked, "optimizer_on": "auto"}).plan(
+        rows()
+    )
+    assert not plan.host_steps
+
+
+def test_a_block_that_stops_learning_beside_one_that_goes_on_is_left_out(tmp_path):
+    """Its state had no memory, and was looked at: an error of shapes."""
+    found = {}
+    for place in "host", "device":
+        model = network()
+
+        class Freeze:
+            def on_step(self, event, model=model):
+                if event.update == 2:
+                    model[2].requires_grad_(False)
+
+        asked = options(tmp_path / place, optimizer_on=place)
+        Trainer(model, **asked).fit(rows(), callbacks=[Freeze()])
+        found[place] = model
+    assert alike(found["host"], found["device"])
+
+
+@pytest.mark.slow
+def test_a_plan_with_weights_that_stay_is_used_again_with_their_steps_on_the_device(tmp_path):
+    def asked(folder, place):
+        own = options(tmp_path / folder, optimizer_on=place, method="auto", mem_limit="450MB", ram_limit="1GB")
+        return {**own, "partitions": "auto", "device": SIM}
+
+    def large():
+        torch.manual_seed(3)
+        return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.Tanh())), nn.Linear(512, 4))
+
+    data = torch.randn(ROWS, 512), torch.arange(ROWS) % 4
+    plan = Trainer(large(), **asked("plan", "device")).plan(data)
+    assert plan.weights_stay
+    again = Trainer(large(), **asked("again", "host")).fit(data, reuse=plan).plan
+    assert not again.host_steps & again.weights_stay
+
+
 def test_the_moving_average_is_kept_there_too(tmp_path):
     for place in "host", "device":
         Trainer(network(), device=SIM, **options(tmp_path / place, ema=0.9, optimizer_on=place)).fit(rows())
