@@ -69,7 +69,7 @@ def on_instances():
 
 
 def twice():
-    return torch.compile(nn.Sequential(torch.compile(Network())))
+    return torch.compile(nn.Sequential(*(torch.compile(Layer()) for _ in range(3)), nn.Linear(8, 3)))
 
 
 def blocks():
