@@ -325,6 +325,7 @@ NOT_FOUND = {
     "runtime.partition:Partition.begin_drop: self.finish_state()": "behind failed allocations only",
     "runtime.partition:Partition.update: self.finish_state()": "the executor has done so before",
     "runtime.executor:Executor._wait_for_homes: partition.transfer.wait()": "who saves a checkpoint waits as well",
+    "runtime.partition:Partition._update_on_host: before.wait()": "the mark of the homes waits, unless others changed",
     "runtime.executor:Executor.flush: transfer.wait()": "who saves a checkpoint waits as well",
     "runtime.executor:Executor._retreat: transfer.follow()": "behind failed allocations only",
     "runtime.slots:Slots.take: best.free()": "where a slot grows: has a test of its own",
