@@ -2,6 +2,7 @@
 
     python -m benchmarks.what_fits                     docs/what_fits.md and benchmarks/results/what-fits.json
     python -m benchmarks.what_fits --models vit-l --ram 32GB    a part of it, which is not kept
+    python -m benchmarks.what_fits --quick                      a small model on one card, to see that it runs; not kept
 
 Every line is what `seqpart plan --device sim:CARD --ram-limit RAM --method auto` says of exact training in float32 with Adam:
 16 bytes a parameter. Nothing is trained; blocks have the shapes of the models that they are named for, and random weights.
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks import quick
 from benchmarks.record import save
 from seqpart import Trainer
 from seqpart.device.card import load
@@ -28,7 +30,7 @@ CARDS = ("rtx4060-laptop-8gb", "rtx3060-12gb", "rtx4080-16gb", "rtx4090")
 RAM = ("16GB", "32GB", "64GB")
 RESERVED = 0.95
 """Of a card's memory, what is given as the limit: its screen has the rest."""
-PAGE = Path(__file__).parents[1] / "docs" / "what_fits.md"
+PAGE = "what_fits.md"
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ MODELS = {
     "llama-3b": Model("Llama 3 B, 2048 tokens", _LLAMA_3, texts(32000, 2048), 4),
     "llama-8b": Model("Llama 8 B, 2048 tokens", _LLAMA_8, texts(128256, 2048), 4),
 }
+QUICK = {"a small vit": Model("A small ViT", images(32, 8, 3, 64, 2, 4, modulated=True), pictures(3, 32), 8)}
 
 
 def planned(model: Model, card: str, ram: str) -> dict[str, Any]:
@@ -207,7 +210,7 @@ def page(result: dict[str, Any]) -> str:
         "Nothing here was measured: rates of kernels and links are those of `seqpart/device/cards/*.toml`, with a source each.",
     ]  # fmt: skip
     for name, cards in result.items():
-        model = MODELS[name]
+        model = (MODELS | QUICK)[name]
         parameters = next(found["parameters"] for rams in cards.values() for found in rams.values() if found["fits"])
         lines += ["", f"## {model.title}", "", f"{parameters / 1e9:.2f} billion parameters, batch {model.batch}.", ""]
         rams = list(next(iter(cards.values())))
@@ -223,20 +226,24 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--cards", nargs="*", default=list(CARDS))
     parser.add_argument("--ram", nargs="*", default=list(RAM))
+    quick.add_to(parser)
     options = parser.parse_args()
+    if options.quick:
+        options.models, options.cards, options.ram = list(QUICK), CARDS[:1], RAM[:1]
     result: dict[str, Any] = {}
     for name in options.models:
         for card in options.cards:
             for ram in options.ram:
                 try:
-                    found = planned(MODELS[name], card, ram)
+                    found = planned((MODELS | QUICK)[name], card, ram)
                 except SeqpartError as error:
                     raise SystemExit(f"{name} on {card} with {ram}: {error}") from error
                 result.setdefault(name, {}).setdefault(card, {})[ram] = found
                 print(f"{name:11} {card:20} {ram:5} {cell(found)}", flush=True)
-    if options.models == list(MODELS) and options.cards == list(CARDS) and options.ram == list(RAM):
-        save("what-fits", result)
-        PAGE.write_text(page(result))
+    if options.quick or (options.models, options.cards, options.ram) == (list(MODELS), list(CARDS), list(RAM)):
+        with quick.places(options.quick) as docs:
+            save("what-fits", result)
+            (docs / PAGE).write_text(page(result))
 
 
 if __name__ == "__main__":
