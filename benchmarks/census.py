@@ -3,6 +3,7 @@
     python -m benchmarks.census models --library timm              those not yet tried
     python -m benchmarks.census models --library timm --only NAME  this one once more
     python -m benchmarks.census page                               the table in docs/models.md
+    python -m benchmarks.census page --quick                       of a model of torchvision, to see that it runs; not kept
 
 Every outcome is a line of benchmarks/results/census-models.jsonl; the last of a name counts. Each model has a process of its
 own with a limit of time and memory: two updates of SGD in a loop that anyone would write, then the same in three partitions.
@@ -35,16 +36,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import children
+from benchmarks import children, quick, record
 from benchmarks.models import CENSUS, PAGE, Rows, made, output_of, plain, streamed
-from benchmarks.record import FOLDER, origin
+from benchmarks.record import origin
 from benchmarks.whole_models import CLASSES, LENGTH, WORDS, Example, judged
 from seqpart.capture.capture import chain_of
 from seqpart.data.splits import as_split
 from seqpart.errors import SeqpartError
 
 BATCH, ROWS, SECONDS, MEMORY, LARGEST = 2, 4, 60, 8 << 30, 150_000_000
-KNOWN = FOLDER / "census-models.jsonl"
+KNOWN = "census-models.jsonl"
 LIBRARIES = ("timm", "transformers", "torchvision")
 IMPORTED = ("torch._dynamo", "torchao.optim", "torchvision.datasets", "transformers.modeling_utils", "scipy.optimize")
 """What each process would import for itself, for seconds."""
@@ -322,7 +323,8 @@ def in_process(library: str, name: str, seconds: float) -> dict[str, Any]:
 
 
 def known() -> dict[tuple[str, str], dict[str, Any]]:
-    lines: Iterator[str] = iter(KNOWN.read_text().splitlines() if KNOWN.exists() else [])
+    path = record.FOLDER / KNOWN
+    lines: Iterator[str] = iter(path.read_text().splitlines() if path.exists() else [])
     return {(one["library"], one["name"]): one for one in map(json.loads, lines)}
 
 
@@ -337,7 +339,7 @@ def run(asked: argparse.Namespace) -> None:
         if time.monotonic() > until:
             break
         found = in_process(asked.library, name, asked.seconds)
-        with KNOWN.open("a") as file:
+        with (record.FOLDER / KNOWN).open("a") as file:
             file.write(json.dumps(found) + "\n")
         print(found["outcome"], found.get("model", name), found.get("blocks", ""), found.get("why", ""), flush=True)
 
@@ -407,14 +409,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each model")
     parser.add_argument("--only", nargs="*", metavar="NAME")
+    quick.add_to(parser)
     asked = parser.parse_args(argv)
-    if asked.what == "page":
-        PAGE.write_text(PAGE.read_text().partition(f"\n{CENSUS}\n")[0] + "\n" + section())
-        return 0
-    if os.environ.get("OMP_NUM_THREADS") != "1":  # read as torch is imported
+    quick.need(*LIBRARIES)
+    if (asked.what == "models" or asked.quick) and os.environ.get("OMP_NUM_THREADS") != "1":  # read as torch is imported
         os.execve(sys.executable, children.command("benchmarks.census", *(argv or sys.argv[1:])), children.one_thread())
-    run(asked)
-    return 0
+    with quick.places(asked.quick) as docs:
+        if asked.quick:
+            asked.library, asked.only = "torchvision", ["shufflenet_v2_x0_5"]
+        if asked.what == "models" or asked.quick:
+            run(asked)
+        if asked.what == "page":
+            text = PAGE.read_text().partition(f"\n{CENSUS}\n")[0] + "\n" + section()
+            (docs / PAGE.name).write_text(text)
+        return int(asked.quick and {one["outcome"] for one in known().values()} != {"equal"})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m benchmarks.frontier                       S at batch 256 and 32, three rounds, about 40 minutes on 2 cores
     python -m benchmarks.frontier S-32 --rounds 1       one of the parts below
     python -m benchmarks.frontier --all                 every part, three rounds: many hours, of which L takes most
-    python -m benchmarks.frontier T --limits 1GB,2GB --updates 5 --rounds 1 --try      a quick look, which is not kept
+    python -m benchmarks.frontier T --limits 1GB,2GB --updates 5 --rounds 1 --try      a look at it, which is not kept
+    python -m benchmarks.frontier --quick               a small network under one limit, to see that it runs; not kept
     python -m benchmarks.frontier --picture             docs/frontier.png and the table of what was measured
 
 S-256, S-32, L-256, L-32  residual MLPs, by batch
@@ -25,6 +26,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import frontier_report as report
+from benchmarks import quick
 from benchmarks.peers.networks import BATCHES
 from benchmarks.record import load, save
 from benchmarks.streamed_arm import WARM_UP, run_arm
@@ -40,6 +42,8 @@ class Part:
     segments: tuple[int, ...]
     """Of checkpoint_sequential; the last of them, as many as there are blocks, checkpoints every block."""
     limits: tuple[str, ...]
+    shape: tuple[object, ...] = ()
+    """Of a network without a name."""
 
     @property
     def title(self) -> str:
@@ -72,6 +76,7 @@ PARTS = {
         ("680MB", "740MB", "800MB", "900MB", "1GB", "1.2GB", "1.4GB", "1.6GB", "1.8GB", "2.05GB"),
     ),
 }  # fmt: skip
+QUICK = {"small": Part("small", 16, WARM_UP + 2, (4,), ("1GB",), ("--width", 64, "--depth", 2))}
 DEFAULT = ("S-256", "S-32")
 FOLDER = Path("runs")
 """Where the homes lie while a run lasts: a real disk."""
@@ -86,24 +91,24 @@ def arms_of(part: Part, limits: Sequence[str]) -> dict[str, tuple[object, ...]]:
     return arms | {limit: ("streamed", "--method", "auto", "--limit", limit) for limit in limits}
 
 
-def measured(name: str, rounds: int, limits: Sequence[str] = (), updates: int | None = None) -> dict[str, Any]:
-    part = PARTS[name]
+def measured(name: str, rounds: int, folder: Path, limits: Sequence[str] = (), updates: int | None = None) -> dict[str, Any]:
+    part = (PARTS | QUICK)[name]
     arms = arms_of(part, limits or part.limits)
-    common = ["--network", part.network, "--batch", part.batch, "--updates", updates or part.updates]
+    common = [*(part.shape or ("--network", part.network)), "--batch", part.batch, "--updates", updates or part.updates]
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for number in range(rounds):
         for arm in arms if number % 2 == 0 else reversed(arms):
-            run = _attempt(arms[arm], common)
+            run = _attempt(arms[arm], common, folder)
             runs[arm].append(run)
             said = f"{run['median']:7.3f} s, {run['peak'] / 1e9:.3f} GB" if "failed" not in run else run["failed"]
             print(f"  {name} round {number + 1}: {arm:34} {said}", flush=True)
     return {arm: _summary(found, runs["plain"]) for arm, found in runs.items()}
 
 
-def _attempt(arm: tuple[object, ...], common: Sequence[object]) -> dict[str, Any]:
+def _attempt(arm: tuple[object, ...], common: Sequence[object], folder: Path) -> dict[str, Any]:
     """An arm of seqpart that fails is noted and the others go on: its limit may not hold on this machine."""
     try:
-        return run_arm(str(arm[0]), *arm[1:], *common, folder=FOLDER)
+        return run_arm(str(arm[0]), *arm[1:], *common, folder=folder)
     except RuntimeError as failure:
         if arm[0] == "plain":
             raise
@@ -127,7 +132,9 @@ def peers_of(part: Part, known: dict[str, Any]) -> dict[str, Any]:
 def show(result: dict[str, Any], path: Path | None = None) -> None:
     """Tables of all parts in `result`, and their picture at `path`."""
     known = load("peers")
-    parts = {name: (PARTS[name].title, result[name], peers_of(PARTS[name], known)) for name in PARTS if name in result}
+    parts = {
+        name: (part.title, result[name], peers_of(part, known)) for name, part in (PARTS | QUICK).items() if name in result
+    }
     for name, (_, points, found) in parts.items():
         print(report.table(name, points, found))
     if path and parts:
@@ -143,6 +150,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, help=f"of a run, {WARM_UP} of warm-up among them (default: the part's)")
     parser.add_argument("--try", action="store_true", dest="trial", help="keep nothing, and draw nothing")
     parser.add_argument("--picture", action="store_true", help="only show what was measured")
+    quick.add_to(parser)
     options = parser.parse_args()
     if unknown := set(options.parts) - PARTS.keys():
         parser.error(f"unknown parts {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
@@ -155,14 +163,20 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    result = {} if options.trial else load("frontier")
-    FOLDER.mkdir(exist_ok=True)
     wanted = list(PARTS) if options.all else options.parts or list(DEFAULT)
-    for name in [] if options.picture else wanted:
-        result[name] = measured(name, options.rounds, options.limits.split(",") if options.limits else (), options.updates)
-        if not options.trial:
-            print(f"  {save('frontier', result)}")
-    show(result, None if options.trial else report.PICTURE)
+    if options.quick:
+        quick.need("matplotlib")
+        wanted, options.rounds = list(QUICK), 1
+    with quick.places(options.quick) as docs:
+        folder = docs if options.quick else FOLDER
+        folder.mkdir(exist_ok=True)
+        result = {} if options.trial else load("frontier")
+        for name in [] if options.picture else wanted:
+            limits = options.limits.split(",") if options.limits else ()
+            result[name] = measured(name, options.rounds, folder, limits, options.updates)
+            if not options.trial:
+                print(f"  {save('frontier', result)}")
+        show(result, None if options.trial else docs / report.PICTURE.name)
 
 
 if __name__ == "__main__":

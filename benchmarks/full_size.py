@@ -3,6 +3,7 @@
     python -m benchmarks.full_size --folder DIR                 all, 25 minutes; DIR takes the checkpoints (2.7 GB) and the runs
     python -m benchmarks.full_size --folder DIR --only gpt2     one model
     python -m benchmarks.full_size --folder DIR --deepspeed PYTHON     DeepSpeed alone; what is known of the others stays
+    python -m benchmarks.full_size --quick                      a small GPT-2, to see that it runs; not kept
 
 gpt2    GPT-2 small, 124 million float32 weights, the embedding tied to the output
 llama   a Llama of 1.1 billion bfloat16 weights in five shards
@@ -27,11 +28,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import quick
 from benchmarks.children import answer, command, output, printed
 from benchmarks.record import load, save
 
 MODELS = {"gpt2": ("700MB", "1GB", "2GB"), "llama": ("1GB", "2GB")}
 """And the limits of each."""
+QUICK = {"small gpt2": ("1GB",)}
+SMALL = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 BATCH, CONTEXT, UPDATES = 4, 64, 20
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,\n"
 
@@ -42,8 +46,8 @@ def made(model: str, folder: Path) -> int:
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
-    if model == "gpt2":
-        gpt2 = GPT2LMHeadModel(GPT2Config(bos_token_id=1, eos_token_id=2))
+    if model in ("gpt2", *QUICK):
+        gpt2 = GPT2LMHeadModel(GPT2Config(bos_token_id=1, eos_token_id=2, **(SMALL if model in QUICK else {})))
         gpt2.save_pretrained(folder)
         return gpt2.num_parameters()
     torch.set_default_dtype(torch.bfloat16)
@@ -120,7 +124,10 @@ def of_deepspeed(python: Path, checkpoint: Path, folder: Path) -> dict[str, Any]
 def checkpoint_of(model: str, folder: Path) -> Path:
     checkpoint = folder / model
     if not checkpoint.exists():
-        print(model, output("benchmarks.full_size", "make", model, checkpoint).strip(), "weights", flush=True)
+        weights = (
+            made(model, checkpoint) if model in QUICK else output("benchmarks.full_size", "make", model, checkpoint).strip()
+        )
+        print(model, weights, "weights", flush=True)
     return checkpoint
 
 
@@ -129,10 +136,10 @@ def measure(model: str, folder: Path) -> dict[str, Any]:
     letters = random.Random(0)
     text.write_text("".join(letters.choice(LETTERS) for _ in range(CONTEXT * BATCH * UPDATES * 10 // 9 + CONTEXT)))
     found: dict[str, Any] = {}
-    for limit in MODELS[model]:
+    for limit in (MODELS | QUICK)[model]:
         found[limit] = streamed(checkpoint, limit, text, folder / f"run-{model}-{limit}")
         show(model, limit, found[limit])
-    found["plain"] = printed("benchmarks.full_size", "plain", checkpoint)
+    found["plain"] = plain(checkpoint) if model in QUICK else printed("benchmarks.full_size", "plain", checkpoint)
     show(model, "plain", found["plain"])
     return found
 
@@ -153,20 +160,27 @@ def show(model: str, arm: str, found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--folder", type=Path)
     parser.add_argument("--only", choices=MODELS)
     parser.add_argument("--deepspeed", type=Path, metavar="PYTHON")
+    quick.add_to(parser)
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    names = [options.only] if options.only else list(MODELS)
-    found = load("full_size")
-    for name in names:
-        if options.deepspeed:
-            found[name]["deepspeed"] = of_deepspeed(options.deepspeed, checkpoint_of(name, options.folder), options.folder)
-            show(name, "deepspeed", found[name]["deepspeed"])
-        else:
-            found[name] = found.get(name, {}) | measure(name, options.folder)
-        print(save("full_size", found))
+    quick.need("transformers")
+    if options.folder is None and not options.quick:
+        parser.error("give --folder")
+    with quick.places(options.quick) as docs:
+        folder = docs if options.quick else options.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        found = load("full_size")
+        for name in list(QUICK) if options.quick else [options.only] if options.only else list(MODELS):
+            if options.deepspeed:
+                found[name]["deepspeed"] = of_deepspeed(options.deepspeed, checkpoint_of(name, folder), folder)
+                show(name, "deepspeed", found[name]["deepspeed"])
+            else:
+                found[name] = found.get(name, {}) | measure(name, folder)
+            print(save("full_size", found))
+        if options.quick and any("said" in one for arms in found.values() for one in arms.values()):
+            sys.exit(1)
 
 
 if __name__ == "__main__":

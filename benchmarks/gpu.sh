@@ -15,6 +15,10 @@ if [ $# -gt 0 ]; then
         nvidia-ml-py ptflops safetensors scikit-learn xxhash
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+if ! $python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "refused: benchmarks/gpu.sh checks a GPU, and none was found." >&2
+    exit 3
+fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 touch "$work/begun" "$work/parts.tsv"
@@ -29,7 +33,7 @@ tiny="--mem-limit 1.5GB --width 256 --depth 6 --batch-size 64 --steps 1"
 part assumptions 55 $python -m benchmarks.gpu_assumptions --calibrate "$work/gpu-calibrated.toml" ${CARD:+--assume "$CARD"}
 part verify 55 $python -m seqpart verify --device cuda --mem-limit 1.5GB --width 1024 --depth 12 --batch-size 64 --steps 2
 part sanitizer 45 env TORCH_CUDA_SANITIZER=1 $python -m benchmarks.gpu_sanitized verify --device cuda $tiny
-part tests 70 $python -m pytest -q -n0 -m gpu $(grep -l 'mark\.gpu' tests/*.py)
+part tests 70 $python -m pytest -q -n0 -m gpu $(grep -rl --include='test_*.py' 'mark\.gpu' tests)
 part overlap 45 $python -m benchmarks.gpu_overlap
 part frontier 90 $python -m benchmarks.gpu_frontier --seconds 75
 part grid 70 $python -m benchmarks.contract_grid --limits 2GB,4GB --methods streamed,seqpart:full --seconds 40

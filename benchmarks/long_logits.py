@@ -10,14 +10,16 @@ import tempfile
 from pathlib import Path
 
 import torch
-import transformers
 
+from benchmarks import quick
 from seqpart import Trainer
 
 VOCABULARY = 128_256
 
 
 def model(positions: int, width: int) -> torch.nn.Module:
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=positions,
@@ -30,7 +32,11 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=8192)
     parser.add_argument("--mem-limit", default="1.2GB")
     parser.add_argument("--width", type=int, default=64)
+    quick.add_to(parser)
     asked = parser.parse_args()
+    quick.need("transformers")
+    if asked.quick:
+        asked.positions, asked.mem_limit, asked.width = 256, "650MB", 16
     torch.manual_seed(0)
     rows = torch.randint(VOCABULARY, (2, asked.positions))
     with tempfile.TemporaryDirectory() as folder:

@@ -3,6 +3,7 @@
     python -m benchmarks.models              all of them; writes docs/models.md and benchmarks/results/models-*.json
     python -m benchmarks.models again NAME   these once more, and those that are new; what is known of the others stays
     python -m benchmarks.models one NAME     one of them, as a line of JSON
+    python -m benchmarks.models --quick      the first of them, to see that it runs; not kept
 
 Each runs in a process of its own: two epochs of SGD under a limit, one partition of three on the device at a time, and then
 the loop that a reader would write, on another copy of the model: are all weights and buffers the same, bit for bit?
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import children
+from benchmarks import children, quick
 from benchmarks.record import load, origin, save
 from benchmarks.whole_models import EXAMPLES, Example, judged
 from seqpart import Trainer
@@ -228,7 +229,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["all", "one", "again"], default="all")
     parser.add_argument("names", nargs="*", metavar="NAME")
+    quick.add_to(parser)
     asked = parser.parse_args(argv)
+    quick.need("torchvision", "timm", "transformers")
     if unknown := set(asked.names) - set(EXAMPLES):
         parser.error(f"no such model: {', '.join(sorted(unknown))}")
     if (asked.what == "one") != (len(asked.names) == 1) and asked.what != "again":
@@ -238,19 +241,21 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     known: dict[str, dict[str, Any]] = load("models") if asked.what == "again" else {}
     found: dict[str, dict[str, Any]] = {}
-    for name in EXAMPLES:
+    printed = quick.printed if asked.quick else children.printed
+    for name in list(EXAMPLES)[: 1 if asked.quick else None]:
         if name in known and name not in asked.names:
             found[name] = known[name]
             continue
         try:
-            found[name] = children.printed("benchmarks.models", "one", name, name=name)
+            found[name] = printed("benchmarks.models", "one", name, name=name)
         except RuntimeError as error:
             found[name] = {"reason": f"it failed: {str(error).splitlines()[-1]}"}
         print(line(name, found[name]), flush=True)
     _, *census = PAGE.read_text().partition(f"\n{CENSUS}\n")
-    PAGE.write_text(page(found) + "".join(census))
-    print(save("models", found))
-    return 0
+    with quick.places(asked.quick) as docs:
+        (docs / PAGE.name).write_text(page(found) + "".join(census))
+        print(save("models", found))
+    return int(asked.quick and any("reason" in one for one in found.values()))
 
 
 if __name__ == "__main__":

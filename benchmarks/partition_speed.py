@@ -23,6 +23,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+from benchmarks import quick
 from benchmarks.children import InTurn, answer, wait
 
 QUICK = "--quick" in sys.argv
@@ -200,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", choices=["seqpart", "plain", "settled"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="directory on the disk to measure (default: a temporary one here)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs; the result is not kept")
+    quick.add_to(parser)
     options = parser.parse_args()
     if options.worker == "seqpart":
         return seqpart_worker(options.folder)

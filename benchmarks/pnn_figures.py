@@ -49,7 +49,8 @@ def r_squared(runs: Named, other: str) -> tuple[float, float]:
 
 
 def _explained(expected: np.ndarray, found: np.ndarray) -> float:
-    return float(1 - ((found - expected) ** 2).sum() / ((expected - expected.mean()) ** 2).sum())
+    spread = ((expected - expected.mean()) ** 2).sum()
+    return float(1 - ((found - expected) ** 2).sum() / spread) if spread else float("nan")
 
 
 PAPER = {"baseline": "76.2", "pnn": "71.5", "recovered": "77.5"}

@@ -1,7 +1,7 @@
 """The figures of the PNN paper (arXiv 2403.11204) again, by the public Trainer: PNG and JSON.
 
     python -m benchmarks.pnn_paper --data-dir DIR              ten seeds, all figures: about an hour on two cores
-    python -m benchmarks.pnn_paper --data-dir DIR --quick      two seeds, few epochs: does it run?
+    python -m benchmarks.pnn_paper --quick                     a run of each kind on noise, to see that it runs; not kept
     python -m benchmarks.pnn_paper --table                     what was found, as docs/pnn.md has it
 
 DIR holds EMNIST's idx files (any split with 47 classes) or torchvision's EMNIST. Network, optimizer, order and batch size are
@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import children, pnn_arm, pnn_figures, record
+from benchmarks import children, pnn_arm, pnn_figures, quick, record
 from benchmarks.pnn_arm import MACS, macs, macs_of
 
+NAME = "pnn_paper"
 SEEDS, FEW = 10, 3
 """Seeds of figures 6 and 10, and of the sweeps."""
 LEFT_EPOCHS = (1, 2, 3, 5, 10, 20)
@@ -34,12 +35,12 @@ ALIKE = {
 Runs = dict[str, list[str]]
 
 
-def wanted(quick: bool) -> dict[str, Runs]:
+def wanted(small: bool) -> dict[str, Runs]:
     """By figure, the runs it needs: a name, and the options of benchmarks/pnn_arm.py."""
-    seeds, few = (2, 1) if quick else (SEEDS, FEW)
-    short = ["--right-epochs", "4"] if quick else []
-    base = ["baseline", *(["--epochs", "3"] if quick else [])]
-    recovery = ["--recovery", "2" if quick else "10"]
+    seeds, few = (1, 1) if small else (SEEDS, FEW)
+    short = ["--left-epochs", "1", "--right-epochs", "4"] if small else []
+    base = ["baseline", *(["--epochs", "3"] if small else [])]
+    recovery = ["--recovery", "2" if small else "10"]
     curves: Runs = {}
     for seed in range(seeds):
         curves[f"baseline seed {seed}"] = [*base, "--seed", str(seed), "--test-every", "1"]
@@ -48,11 +49,11 @@ def wanted(quick: bool) -> dict[str, Runs]:
         f"kappa {kappa} left {epochs} seed {seed}": [
             "pnn", *short, "--kappa", str(kappa), "--left-epochs", str(epochs), "--seed", str(seed),
         ]
-        for kappa in (2, 10) for epochs in (LEFT_EPOCHS[:2] if quick else LEFT_EPOCHS) for seed in range(few)
+        for kappa in (2, 10) for epochs in (LEFT_EPOCHS[:1] if small else LEFT_EPOCHS) for seed in range(few)
     }  # fmt: skip
     kappas = {
         f"kappa {kappa} seed {seed}": ["pnn", *short, "--kappa", str(kappa), "--seed", str(seed)]
-        for kappa in (KAPPAS[:2] if quick else KAPPAS) for seed in range(few)
+        for kappa in (KAPPAS[:1] if small else KAPPAS) for seed in range(few)
     }  # fmt: skip
     alike = {
         f"{name} seed {seed}": ["pnn", *short, *words, "--seed", str(seed), "--test-every", "2"]
@@ -62,10 +63,11 @@ def wanted(quick: bool) -> dict[str, Runs]:
         f"{objective} {inputs} partitions {count} seed {seed}": [
             "pnn", *short, "--objective", objective, "--inputs", inputs, "--partitions", str(count), "--seed", str(seed),
         ]
-        for objective in ("mse", "prototype") for inputs in ("cached", "synthetic") for count in (2, 3, 4)
+        for objective in ("mse", "prototype") for inputs in ("cached", "synthetic") for count in ((2,) if small else (2, 3, 4))
         for seed in range(few)
     }  # fmt: skip
-    weights = {f"from seed {seed}": ["weights", "--seed", str(seed)] for seed in range(0, 10 if quick else 300, 10)}
+    times = ["--times", "1"] if small else []
+    weights = {f"from seed {seed}": ["weights", "--seed", str(seed), *times] for seed in range(0, 10 if small else 300, 10)}
     return {
         "weights": weights,
         "curves": curves,
@@ -89,9 +91,10 @@ def carried_out(
         words = max((words for _, _, words in group), key=lambda words: "--test-every" in words)
         data = options.mnist_dir if words[0] == "weights" else options.data_dir
         places = ["--data-dir", str(data), "--folder", tempfile.gettempdir()]
-        told = children.printed("benchmarks.pnn_arm", *words, *places, name=group[0][1], environment=children.one_thread())
+        printed = quick.printed if options.quick else children.printed
+        told = printed("benchmarks.pnn_arm", *words, *places, name=group[0][1], environment=children.one_thread())
         for figure, name, _ in group:
-            record.note(options.name, found, figure, {name: told})
+            record.note(NAME, found, figure, {name: told})
             print(f"{figure}: {name}: {100 * told['accuracy']:.2f} %", flush=True)
 
     with ThreadPoolExecutor(options.processes) as pool:
@@ -120,29 +123,37 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--mnist-dir", type=Path, help="torchvision's MNIST, for figure 1")
     parser.add_argument("--table", action="store_true", help="print what was found in Markdown")
-    parser.add_argument("--quick", action="store_true")
+    quick.add_to(parser)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--figures", type=Path, default=Path("docs/pnn"), help="folder of the pictures")
+    parser.add_argument("--figures", type=Path, help="folder of the pictures (default: docs/pnn)")
     options = parser.parse_args()
-    options.name = "pnn_paper-quick" if options.quick else "pnn_paper"
+    quick.need("matplotlib", "ptflops")
     if options.table:
-        print(pnn_figures.markdown(record.load(options.name)))
+        print(pnn_figures.markdown(record.load(NAME)))
         return
-    if options.data_dir is None:
+    if options.data_dir is None and not options.quick:
         parser.error("give --data-dir")
     counted = macs()
     if counted != MACS:
         sys.exit(f"ptflops counts {counted} multiply-accumulates by layer; expected {MACS}.")
-    found = {} if options.again else record.load(options.name)
+    with quick.places(options.quick) as docs:
+        if options.quick:
+            options.mnist_dir, options.processes = quick.data(docs / "data"), 1
+            options.data_dir = options.mnist_dir / "EMNIST47"
+        everything(options, options.figures or docs / "pnn")
+
+
+def everything(options: argparse.Namespace, figures: Path) -> None:
+    found = {} if options.again else record.load(NAME)
     runs = [
         (figure, name, words) for figure, named in wanted(options.quick).items() for name, words in named.items()
         if name not in found.get(figure, {}) and (figure != "weights" or options.mnist_dir is not None)
     ]  # fmt: skip
     carried_out(runs, found, options)
     found["summary"] = summary(found)
-    path = record.save(options.name, found)
-    pictures = pnn_figures.draw(found, options.figures)
+    path = record.save(NAME, found)
+    pictures = pnn_figures.draw(found, figures)
     told = found["summary"]
     for name in ("baseline", "pnn", "recovered"):
         print(f"{name}: {told[f'{name} mean']:.2f} % +- {told[f'{name} deviation']:.2f} ({len(told[name])} seeds)")

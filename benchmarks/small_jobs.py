@@ -2,6 +2,7 @@
 
     python -m benchmarks.small_jobs                    both, 3 minutes
     python -m benchmarks.small_jobs epochs --rounds 9  one of them
+    python -m benchmarks.small_jobs epochs --quick     a round of a job against one loop, to see that it runs; not kept
 
 right    the second partition of the PNN paper's network by `sil`: 93,785 rows of 60 floats, batch 1410 (EMNIST's shape, random)
 digits   `full` on a small MLP: 1,797 rows of 64 floats, batch 64
@@ -22,10 +23,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import quick
 from benchmarks.children import InTurn, answer, own_settings, wait
 
 _ONE = {"OMP_NUM_THREADS": "1"}
@@ -36,6 +38,8 @@ ARMS: dict[str, dict[str, str]] = {
 AGAINST = {"plain": "seqpart", "plain-same": "seqpart", "plain-one": "seqpart-one"}
 WARM = 2
 """Epochs that are not counted."""
+QUICK = {"right": ("seqpart", "plain")}
+"""Jobs and arms of the quick form, which takes two updates for an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,10 @@ JOBS = {
         options={"method": "full", "batch_size": 64, "optimizer": "adam", "lr": 1e-3},
     ),
 }  # fmt: skip
+
+
+def job_named(name: str, few: bool) -> Job:
+    return replace(JOBS[name], rows=2 * JOBS[name].options["batch_size"]) if few else JOBS[name]
 
 
 class Taken:
@@ -140,13 +148,14 @@ def plain_worker(job: Job, epochs: int) -> None:
         answer(taken.so_far())
 
 
-def epochs_of(name: str, rounds: int, folder: Path) -> dict[str, Any]:
-    count = rounds + WARM
+def epochs_of(name: str, rounds: int, folder: Path, few: bool) -> dict[str, Any]:
+    count, wanted = rounds + WARM, QUICK[name] if few else ARMS
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        words = [name, "--rounds", str(count), "--folder"]
+        words = [name, *["--quick"] * few, "--rounds", str(count), "--folder"]
         arms = {
             arm: InTurn(__spec__.name, ["--arm", arm, *words, f"{place}/{arm}"], own_settings() | more)
             for arm, more in ARMS.items()
+            if arm in wanted
         }
         seen: dict[str, list[list[float]]] = {arm: [] for arm in arms}
         for turn in range(count):
@@ -194,6 +203,8 @@ def tell(found: dict[str, Any]) -> None:
             seconds, processor = one["seconds"], one["processor_seconds"]
             print(f"epoch of {name}: {1e3 * seconds['seqpart']:.1f} ms, {1e3 * processor['seqpart']:.1f} of the processors")
             for arm, ours in AGAINST.items():
+                if arm not in seconds:
+                    continue
                 ratio, of_processor = (kind[ours] / kind[arm] for kind in (seconds, processor))
                 print(f"  {arm:<16}{1e3 * seconds[arm]:8.1f} ms  ratio {ratio:.2f}, of processor seconds {of_processor:.2f}")
     if "start" in found:
@@ -209,21 +220,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21, help="of epochs; commands are started a third as often")
     parser.add_argument("--folder", type=Path, default=Path(), help="where homes and rows lie: a real disk")
     parser.add_argument("--arm", choices=list(ARMS), help=argparse.SUPPRESS)
+    quick.add_to(parser)
     options = parser.parse_args()
     if options.arm in AGAINST.values():
-        return seqpart_worker(JOBS[options.part], options.rounds, options.folder)
+        return seqpart_worker(job_named(options.part, options.quick), options.rounds, options.folder)
     if options.arm:
-        return plain_worker(JOBS[options.part], options.rounds)
+        return plain_worker(job_named(options.part, options.quick), options.rounds)
     from benchmarks.record import load, save
 
     found: dict[str, Any] = {}
-    for name in JOBS:
+    for name in QUICK if options.quick else JOBS:
         if options.part in ("all", "epochs", name):
-            found[name] = epochs_of(name, options.rounds, options.folder)
+            found[name] = epochs_of(name, 1 if options.quick else options.rounds, options.folder, options.quick)
     if options.part in ("all", "start"):
-        found["start"] = start(max(3, options.rounds // 3))
+        found["start"] = start(1 if options.quick else max(3, options.rounds // 3))
     tell(found)
-    print(f"written to {save('small-jobs', load('small-jobs') | found)}")
+    with quick.places(options.quick):
+        print(f"written to {save('small-jobs', load('small-jobs') | found)}")
     return None
 
 

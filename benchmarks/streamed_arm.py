@@ -146,7 +146,7 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
         "seconds": [after - before for before, after in itertools.pairwise(ends)],
         **watch.used[WARM_UP - 1].per_update(watch.used[-1], len(ends) - 1),
         "peak": result.proof.peak, "predicted": plan.peak, "predicted seconds": plan.update_seconds, "method": plan.method,
-        "loss": result.train_losses[-1],
+        "loss": result.train_losses[-1] if result.train_losses else None,  # without computation there is none
         "violations": result.proof.violations, "runtime": plan.runtime,
         "partitions": len(plan.partitions), "slots": plan.slots, "boundary_tiers": plan.tiers,
         "stays": sorted(plan.stays), "weights_stay": sorted(plan.weights_stay),

@@ -2,6 +2,7 @@
 
     python -m benchmarks.streamed_speed                     all parts, about an hour on 2 cores
     python -m benchmarks.streamed_speed S disk --rounds 1   some of them
+    python -m benchmarks.streamed_speed S depth --quick     small networks, to see that they run; not kept
 
 S, L      the two residual MLPs: per update, streamed from disk / plain loop / the computation alone / the disk alone
 disk      S at batch 32, where the disk is the larger term
@@ -14,20 +15,39 @@ medians over all updates of all rounds, and ratios of arms of the same round. Re
 
 import argparse
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import quick
 from benchmarks.record import load, save
 from benchmarks.streamed_arm import run_arm
 from benchmarks.streamed_networks import BATCH, DEPTH, WIDTHS
 
 PARTS = ("S", "L", "disk", "smallest", "depth")
-LIMITS = {"S": "620MB", "L": "1.2GB", "disk": "620MB"}
-SMALL = {"S": "440MB", "L": "700MB"}
 ARMS = ("plain", "streamed", "compute", "io")
-UPDATES = {"S": 13, "L": 8, "disk": 13}
-DEPTHS, DEPTH_WIDTH, DEPTH_LIMIT = (4, 8, 16, 32, 64), 1024, "420MB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    widths: Mapping[str, int] = field(default_factory=lambda: WIDTHS)
+    depth: int = DEPTH
+    batch: int = BATCH
+    limits: Mapping[str, str] = field(default_factory=lambda: {"S": "620MB", "L": "1.2GB", "disk": "620MB"})
+    updates: Mapping[str, int] = field(default_factory=lambda: {"S": 13, "L": 8, "disk": 13})
+    small: Mapping[str, str] = field(default_factory=lambda: {"S": "440MB", "L": "700MB"})
+    """A little above the least limit."""
+    depths: Sequence[int] = (4, 8, 16, 32, 64)
+    depth_width: int = 1024
+    depth_limit: str = "420MB"
+
+
+QUICK = Sizes(
+    widths={"S": 64, "L": 3072}, depth=2, batch=16, limits=dict.fromkeys(("S", "L", "disk"), "1GB"),
+    updates=dict.fromkeys(("S", "L", "disk"), 5), small={"L": "700MB"}, depths=(4,), depth_width=64, depth_limit="1GB",
+)  # fmt: skip
 
 
 def arm(name: str, *options: object) -> dict[str, Any]:
@@ -37,26 +57,18 @@ def arm(name: str, *options: object) -> dict[str, Any]:
 FOLDER = Path()
 
 
-def speed(part: str, rounds: int) -> dict[str, Any]:
-    network, batch = ("S", 32) if part == "disk" else (part, BATCH)
+def speed(part: str, rounds: int, sizes: Sizes) -> dict[str, Any]:
+    network, batch = ("S", 32) if part == "disk" else (part, sizes.batch)
     options = [
-        "--width",
-        WIDTHS[network],
-        "--depth",
-        DEPTH,
-        "--batch",
-        batch,
-        "--updates",
-        UPDATES[part],
-        "--limit",
-        LIMITS[part],
-    ]
+        "--width", sizes.widths[network], "--depth", sizes.depth, "--batch", batch, "--updates", sizes.updates[part],
+        "--limit", sizes.limits[part],
+    ]  # fmt: skip
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
     for number in range(rounds):
         for name in ARMS if number % 2 == 0 else reversed(ARMS):  # what comes first finds a quieter disk, or not
             runs[name].append(arm(name, *options))
             print(f"  {part} round {number + 1}: {name:9s}{runs[name][-1]['median']:7.3f} s per update", flush=True)
-    return {"limit": LIMITS[part], "batch": batch, "runs": runs, **ratios(runs)}
+    return {"limit": sizes.limits[part], "batch": batch, "runs": runs, **ratios(runs)}
 
 
 def ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -72,11 +84,12 @@ def ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def smallest(_: str, rounds: int) -> dict[str, Any]:
+def smallest(_: str, rounds: int, sizes: Sizes) -> dict[str, Any]:
     """The limit that a refusal names as the least, and a run a little above it, in fewer and larger micro-batches."""
     found = {}
-    for network, width in WIDTHS.items():
-        options = ["--width", width, "--depth", DEPTH, "--updates", 5, "--any-micro-batch"]
+    for network, limit in sizes.small.items():
+        shape = ["--width", sizes.widths[network], "--depth", sizes.depth, "--batch", sizes.batch]
+        options = [*shape, "--updates", 5, "--any-micro-batch"]
         try:
             arm("streamed", *options, "--limit", "310MB")
             raise RuntimeError("310 MB should not be enough")
@@ -84,7 +97,6 @@ def smallest(_: str, rounds: int) -> dict[str, Any]:
             named = re.search(r"smallest limit that fits: ([0-9.]+ ?[KMG]?B)", str(refusal))
             if named is None:
                 raise
-        limit = SMALL[network]
         run = found[network] = {"least": named[1], "limit": limit, **arm("streamed", *options, "--limit", limit)}
         print(
             f"  {network} would train at {named[1]}; at {limit}: peak {run['peak'] / 1e6:.0f} MB, {run['median']:.2f} s per "
@@ -93,22 +105,14 @@ def smallest(_: str, rounds: int) -> dict[str, Any]:
     return found
 
 
-def depth(_: str, rounds: int) -> dict[str, Any]:
+def depth(_: str, rounds: int, sizes: Sizes) -> dict[str, Any]:
     """One block to a partition: what grows with depth, and what does not."""
     found = {}
-    for blocks in DEPTHS:
+    for blocks in sizes.depths:
         options = [
-            "--width",
-            DEPTH_WIDTH,
-            "--depth",
-            blocks - 2,
-            "--updates",
-            10,
-            "--partitions",
-            blocks,
-            "--limit",
-            DEPTH_LIMIT,
-        ]
+            "--width", sizes.depth_width, "--depth", blocks - 2, "--batch", sizes.batch, "--updates", 10,
+            "--partitions", blocks, "--limit", sizes.depth_limit,
+        ]  # fmt: skip
         runs = [arm("streamed", *options) for _ in range(rounds)]
         seconds = median(second for run in runs for second in run["seconds"])
         peak = max(run["peak"] for run in runs)
@@ -123,23 +127,25 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=PARTS, help=f"of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path(), help="where the homes lie: a real disk")
+    quick.add_to(parser)
     arguments = parser.parse_args()
     global FOLDER
     FOLDER = arguments.folder
+    rounds, sizes = (1, QUICK) if arguments.quick else (arguments.rounds, Sizes())
     work = {"S": speed, "L": speed, "disk": speed, "smallest": smallest, "depth": depth}
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"unknown parts {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
-    result = load("streamed_speed")
-    for part in arguments.parts:
-        print(part)
-        result[part] = work[part](part, arguments.rounds)
-        if "to_bound" in result[part]:
-            one = result[part]
-            print(
-                f"  {part}: {one['to_bound']:.2f} of max(compute, io), {one['to_plain']:.2f} of plain; "
-                f"peak {one['peak'] / 1e6:.0f} MB, plain {one['plain_peak'] / 1e6:.0f} MB; violations {one['violations']}"
-            )
-        print(f"  {save('streamed_speed', result)}")
+    with quick.places(arguments.quick):
+        result = load("streamed_speed")
+        for part in arguments.parts:
+            print(part)
+            one = result[part] = work[part](part, rounds, sizes)
+            if "to_bound" in one:
+                print(
+                    f"  {part}: {one['to_bound']:.2f} of max(compute, io), {one['to_plain']:.2f} of plain; "
+                    f"peak {one['peak'] / 1e6:.0f} MB, plain {one['plain_peak'] / 1e6:.0f} MB; violations {one['violations']}"
+                )
+            print(f"  {save('streamed_speed', result)}")
 
 
 if __name__ == "__main__":

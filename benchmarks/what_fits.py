@@ -2,6 +2,7 @@
 
     python -m benchmarks.what_fits                     docs/what_fits.md and benchmarks/results/what-fits.json
     python -m benchmarks.what_fits --models vit-l --ram 32GB    a part of it, which is not kept
+    python -m benchmarks.what_fits --quick                      a small model on one card, to see that it runs; not kept
 
 Every line is what `seqpart plan --device sim:CARD --ram-limit RAM --method auto --dtype bf16` says of exact training with Adam:
 matrix products in bfloat16, weights and optimizer state in float32, 12 bytes a parameter and 4 of its gradient. Nothing is
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks import quick
 from benchmarks.record import save
 from seqpart import Trainer
 from seqpart.device.card import load
@@ -32,7 +34,7 @@ PRECISIONS = ("float32", "TF32", "bfloat16")
 """Of matrix products, for the last of the cards with the most host memory."""
 RESERVED = 0.95
 """Of a card's memory, what is given as the limit: its screen has the rest."""
-PAGE = Path(__file__).parents[1] / "docs" / "what_fits.md"
+PAGE = "what_fits.md"
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,7 @@ MODELS = {
     "llama-8b": Model("Llama 8 B, 2048 tokens", _LLAMA_8, texts(128256, 2048), 16),
     "llama-7b-long": Model("Llama 7 B with a vocabulary of 32,000, 16384 tokens", _LONG_8, texts(32000, 16384), 2),
 }
+QUICK = {"a small vit": Model("A small ViT", images(32, 8, 3, 64, 2, 4, modulated=True), pictures(3, 32), 8)}
 
 
 @contextmanager
@@ -228,7 +231,7 @@ def page(result: dict[str, Any]) -> str:
         "a source each; that all products, those of attention too, run at the rate of large ones; other kernels take no time.",
     ]  # fmt: skip
     for name, cards in result.items():
-        model = MODELS[name]
+        model = (MODELS | QUICK)[name]
         parameters = next((found["parameters"] for rams in cards.values() for found in rams.values() if found["fits"]), 0)
         lines += ["", f"## {model.title}", "", f"{parameters / 1e9:.2f} billion parameters, batch {model.batch}.", ""]
         cards, others = {card: rams for card, rams in cards.items() if card != "precisions"}, cards.get("precisions", {})
@@ -247,22 +250,26 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--cards", nargs="*", default=list(CARDS))
     parser.add_argument("--ram", nargs="*", default=list(RAM))
+    quick.add_to(parser)
     options = parser.parse_args()
+    if options.quick:
+        options.models, options.cards, options.ram = list(QUICK), CARDS[:1], RAM[:1]
     result: dict[str, Any] = {}
     for name in options.models:
         for card in options.cards:
             for ram in options.ram:
                 try:
-                    found = planned(MODELS[name], card, ram)
+                    found = planned((MODELS | QUICK)[name], card, ram)
                 except SeqpartError as error:
                     raise SystemExit(f"{name} on {card} with {ram}: {error}") from error
                 result.setdefault(name, {}).setdefault(card, {})[ram] = found
                 print(f"{name:13} {card:20} {ram:5} {cell(found)}", flush=True)
-        last = {one: planned(MODELS[name], options.cards[-1], options.ram[-1], one) for one in PRECISIONS}
+        last = {one: planned((MODELS | QUICK)[name], options.cards[-1], options.ram[-1], one) for one in PRECISIONS}
         result[name]["precisions"] = last
-    if options.models == list(MODELS) and options.cards == list(CARDS) and options.ram == list(RAM):
-        save("what-fits", result)
-        PAGE.write_text(page(result))
+    if options.quick or (options.models, options.cards, options.ram) == (list(MODELS), list(CARDS), list(RAM)):
+        with quick.places(options.quick) as docs:
+            save("what-fits", result)
+            (docs / PAGE).write_text(page(result))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The widest hidden layer that trains under a limit, by full, streamed and ist: table 4 of the latter's paper in our terms.
 
     python -m benchmarks.widest_layer [--mem-limit 1GB]
+    python -m benchmarks.widest_layer --quick      one method under a small limit, to see that it runs; not kept
 
 A multilayer perceptron of two hidden layers as wide as each other, with BatchNorm, on real digits with Adam: the width is
 doubled and then bisected to 256 neurons by dry runs, and the widest is trained for one epoch, in a process of its own.
@@ -12,6 +13,7 @@ import json
 import tempfile
 from pathlib import Path
 
+from benchmarks import quick
 from benchmarks.children import printed
 from benchmarks.record import save
 from seqpart import Trainer
@@ -23,6 +25,7 @@ ARMS = {
     "ist, 8 subnets": ("ist", 8),
 }  # fmt: skip
 STEP = 256
+QUICK = {"limit": "320MB", "step": 512, "arms": ("ist, 2 subnets",)}
 
 
 def network(width: int) -> list[object]:
@@ -53,15 +56,15 @@ def fits(width: int, arm: str, limit: str) -> bool:
     return True
 
 
-def widest(arm: str, limit: str) -> int:
-    """In units of STEP: doubled, then bisected."""
+def widest(arm: str, limit: str, step: int) -> int:
+    """In units of `step`: doubled, then bisected."""
     low, high = 0, 4
-    while fits(high * STEP, arm, limit):
+    while fits(high * step, arm, limit):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * STEP, arm, limit) else (low, middle)
-    return low * STEP
+        low, high = (middle, high) if fits(middle * step, arm, limit) else (low, middle)
+    return low * step
 
 
 def trained(width: int, arm: str, limit: str) -> dict[str, object]:
@@ -83,19 +86,25 @@ def main() -> None:
     parser.add_argument("--find", help=argparse.SUPPRESS)
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--width", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--step", type=int, default=STEP, help=argparse.SUPPRESS)
+    quick.add_to(parser)
     asked = parser.parse_args()
+    arms = QUICK["arms"] if asked.quick else tuple(ARMS)
+    if asked.quick:
+        asked.mem_limit, asked.step = QUICK["limit"], QUICK["step"]
     if asked.find:
-        print(json.dumps({"width": widest(asked.find, asked.mem_limit)}))
+        print(json.dumps({"width": widest(asked.find, asked.mem_limit, asked.step)}))
     elif asked.train:
         print(json.dumps(trained(asked.width, asked.train, asked.mem_limit)))
     else:
         found = {}
-        for arm in ARMS:
-            own = ("--mem-limit", asked.mem_limit)
+        for arm in arms:
+            own = ("--mem-limit", asked.mem_limit, "--step", asked.step)
             width = printed("benchmarks.widest_layer", *own, "--find", arm, name=arm)["width"]
             found[arm] = printed("benchmarks.widest_layer", *own, "--train", arm, "--width", width, name=arm)
             print(arm, json.dumps(found[arm]), flush=True)
-        print(save("widest-layer", {"limit": asked.mem_limit, "arms": found}, "cpu"))
+        with quick.places(asked.quick):
+            print(save("widest-layer", {"limit": asked.mem_limit, "arms": found}, "cpu"))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     python -m benchmarks.campaign --minutes 30 --seed 1 --add         another sitting: the next jobs of that seed,
                                                                       and once more what was violated
     python -m benchmarks.campaign --table                             docs/trust.md from the results
+    python -m benchmarks.campaign --quick                             a few cases, to see that it runs; not kept
 
 Each job (a model, data, method, optimizer, type, batch, threads, limit) is run undisturbed first, under the smallest limit that
 its refusal names or a little more, and held against a plain PyTorch loop; then with faults. A watcher outside samples every
@@ -26,6 +27,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from benchmarks import quick
 from benchmarks.campaign import cases, document, faults, jobs, table
 from benchmarks.campaign.cases import Record, Worker
 from benchmarks.campaign.starting import imports_peak
@@ -178,7 +180,10 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--add", action="store_true", help="go on from the results that are there, with the next job")
     parser.add_argument("--name", default="campaign", help="of the results. Default: campaign")
     parser.add_argument("--table", action="store_true", help="write docs/trust.md from the results, and run nothing")
+    quick.add_to(parser)
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.cases, options.jobs, options.seed, options.faults = 2, 1, 5, "torn write"
     if not options.table and options.only is None and options.minutes is None and options.cases is None:
         parser.error("give --minutes, --cases, --only or --table")
     return options
@@ -196,9 +201,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.only is not None:
             return replay(options, folder)
-        campaign = Campaign(options, folder)
-        campaign.run()
-        path = campaign.save()
+        with quick.places(options.quick):
+            campaign = Campaign(options, folder)
+            campaign.run()
+            path = campaign.save()
         print(table.summary(campaign.records, campaign.lost))
         print(f"written to {path}")
         return int(bool(campaign.lost) or any(record.violations for record in campaign.records))

@@ -3,6 +3,7 @@
     python -m benchmarks.objectives.study --data-dir DIR                    hours; goes on where it stopped
     python -m benchmarks.objectives.study --data-dir DIR --tasks residual --ideas prototype,mse
     python -m benchmarks.objectives.study --table                           what was found, as docs/objectives.md has it
+    python -m benchmarks.objectives.study --quick                           one idea on noise, to see that it runs; not kept
 
 DIR holds EMNIST47, cifar10-subset and tinyshakespeare. Every way, full training too, tries its `candidates` once with a seed
 of its own; what is best on the validation rows is then trained with seeds 0, 1 and 2, and the table has their test rows.
@@ -17,7 +18,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks import children, record
+from benchmarks import children, quick, record
 from benchmarks.objectives.ideas import IDEAS
 
 NAME = "objectives"
@@ -129,11 +130,13 @@ def candidates(task: str, way: str, found: dict[str, Any]) -> Iterator[tuple[str
             yield from ((*words, *more) for more in decay)
 
 
-def carry_out(job: Job, data: Path, found: dict[str, Any]) -> None:
+def carry_out(job: Job, data: Path, found: dict[str, Any], small: bool) -> None:
     if job.name not in found.get(job.task, {}):
-        told = children.printed(
-            "benchmarks.objectives.run", *job.command(data), name=f"{job.task}: {job.name}", environment=children.one_thread()
-        )
+        printed, few = (quick.printed, ["--rows", "94"]) if small else (children.printed, [])
+        told = printed(
+            "benchmarks.objectives.run", *job.command(data), *few, name=f"{job.task}: {job.name}",
+            environment=children.one_thread(),
+        )  # fmt: skip
         record.note(NAME, found, job.task, {job.name: told})
         print(f"{job.task}: {job.name}: validation {told['validation']['accuracy']:.2f} %", flush=True)
 
@@ -161,14 +164,14 @@ def _counts(task: str, way: str) -> tuple[int, ...]:
     return (1,) if way in (FULL, LESS) else PARTITIONS[task]
 
 
-def study(tasks: list[str], ways: list[str], data: Path, processes: int, *, finals: bool) -> None:
+def study(tasks: list[str], ways: list[str], data: Path, processes: int, *, finals: bool, small: bool = False) -> None:
     found = record.load(NAME)
     by_themselves = [way for way in ways if way in (FULL, RECOVERY, *TUNED)]
     others = [way for way in ways if way not in by_themselves]
     with ThreadPoolExecutor(processes) as pool:
 
         def carry_out_all(jobs: Iterator[Job]) -> None:
-            list(pool.map(lambda job: carry_out(job, data, found), list(jobs)))
+            list(pool.map(lambda job: carry_out(job, data, found, small), list(jobs)))
 
         for task in tasks:
             # The others are trained as is best for `prototype`, asked for or not.
@@ -236,16 +239,23 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--tune-only", action="store_true", help="no seeds 0, 1 and 2 yet")
     parser.add_argument("--table", action="store_true")
+    quick.add_to(parser)
     options = parser.parse_args()
     if options.table:
         print(markdown(record.load(NAME)))
         return
-    if options.data_dir is None:
+    if options.data_dir is None and not options.quick:
         parser.error("give --data-dir")
     ideas = options.ideas.split(",")
     if unknown := set(ideas) - {*BESIDE, *IDEAS}:
         parser.error(f"unknown ideas {', '.join(sorted(unknown))}; expected some of: {', '.join((*BESIDE, *IDEAS))}")
-    study(options.tasks.split(","), [FULL, *ideas], options.data_dir, options.processes, finals=not options.tune_only)
+    with quick.places(options.quick) as docs:
+        if options.quick:
+            study(["paper"], [FULL, "prototype"], quick.data(docs / "data"), 1, finals=True, small=True)
+            print(markdown(record.load(NAME)))
+            return
+        tasks, finals = options.tasks.split(","), not options.tune_only
+        study(tasks, [FULL, *ideas], options.data_dir, options.processes, finals=finals)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m benchmarks.peers.compare S                        one network: hours
     python -m benchmarks.peers.compare S --arms ours,mapped     some arms; what is known of the others stays
     python -m benchmarks.peers.compare --table                  what was found so far, in Markdown
+    python -m benchmarks.peers.compare S --quick                seqpart alone on a small network, to see that it runs; not kept
 
 For every arm: the smallest cgroup, to 8 %, in which it trains within the time allowed for an update; then, arms in turn and
 round by round, the seconds per update there and at equal memory (the smallest of the best exact peer, or seqpart's where that
@@ -13,6 +14,7 @@ benchmarks/results is not measured again, but with --again.
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,10 +23,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import children
+from benchmarks import children, quick
 from benchmarks.peers import results
 from benchmarks.peers.arms import ARMS, Environments
-from benchmarks.peers.cell import Cell, end_by_exception, run, swap_file
+from benchmarks.peers.cell import Cell, NoCgroup, Warm, end_by_exception, run, swap_file
 
 ALLOWED = {"S": 20, "L": 80, "T": 90}
 """Seconds for an update, by which the smallest memory is judged: 10 to 20 times a plain loop's. --allowed says others."""
@@ -58,6 +60,8 @@ class Bench:
     found: dict[str, Any] = field(default_factory=dict)
     keep: Any = None
     """Saves `found`."""
+    cold: bool = True
+    """Whether libraries are taken out of the page cache first, and other processes that map them are waited for."""
 
     def attempt(
         self, name: str, size: int | None, updates: int, *, limit: int | None = None, seconds: float | None = None
@@ -74,7 +78,7 @@ class Bench:
             cell = run(
                 command, size, swap=SWAP[self.network] if arm.swap else 0, environment=self.environments.variables(arm),
                 timeout=SETUP + self.allowed * updates if not seconds else SETUP + 4 * seconds + 600,
-                cold=[*self.environments.libraries(arm), self.data],
+                cold=[*self.environments.libraries(arm), self.data] if self.cold else [],
             )  # fmt: skip
         return cell, _printed(cell)
 
@@ -288,9 +292,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("network", nargs="?", choices=list(ALLOWED))
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of {', '.join(ARMS)}")
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny width, coarse steps, one round; kept apart, as peers_quick"
-    )
+    quick.add_to(parser)
     parser.add_argument("--allowed", type=float, help=f"seconds for an update; default: {ALLOWED}")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--no-accuracy", action="store_true", help="leave the accuracy after equal time for another call")
@@ -304,28 +306,32 @@ def arguments() -> argparse.Namespace:
         parser.error(f"unknown arms {', '.join(sorted(unknown))}: expected some of {', '.join(ARMS)}")
     if not options.network and not options.table:
         parser.error("give a network, or --table")
+    if options.network == "T" and not options.data_dir and not (options.quick or options.table):
+        parser.error("T needs --data-dir DIR with tinyshakespeare's input.txt in it")
     return options
 
 
 def main() -> None:
     options = arguments()
     end_by_exception()
-    kept_as = "peers_quick" if options.quick else "peers"
-    result = results.load(kept_as)
+    result = {} if options.quick else results.load("peers")
     if options.table:
         print(results.markdown(result))
         return
-    names = options.arms.split(",")
+    names = ["ours"] if options.quick else options.arms.split(",")
     found = result.setdefault(options.network, {})
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="peers-data-") as folder:
         data = Path(folder).resolve() / "rows.pt"
+        if options.quick:
+            options.data_dir = quick.data(Path(folder) / "quick") / "tinyshakespeare"
         place = ["--data-dir", str(options.data_dir)] if options.data_dir else []
         children.shown("benchmarks.peers.data", options.network, data, *place)
         allowed = options.allowed or (3 if options.quick else ALLOWED[options.network])
         bench = Bench(
             options.network, Environments(options.environments.absolute()), options.folder.absolute(), data,
-            ["--width", "256", "--depth", "4"] if options.quick else [], 1.25 if options.quick else STEP,
-            1 if options.quick else options.rounds, allowed, found, lambda: results.save(kept_as, result),
+            ["--width", "64", "--depth", "2"] if options.quick else [], 3.0 if options.quick else STEP,
+            1 if options.quick else options.rounds, allowed, found,
+            (lambda: None) if options.quick else lambda: results.save("peers", result), cold=not options.quick,
         )  # fmt: skip
         for name in names:
             if options.again:
@@ -340,4 +346,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (NoCgroup, Warm) as refusal:
+        sys.exit(f"refused: {refusal}")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import census
+from benchmarks import census, record
 from tests.command import ENVIRONMENT, SECONDS
 
 
@@ -25,8 +25,8 @@ def test_a_model_of_a_library_is_made_small_and_has_the_bits_of_a_plain_loop():
 def test_the_last_outcome_of_a_model_counts(tmp_path, monkeypatch):
     lines = [("resnet", {"outcome": "error", "why": "KeyError"}), ("vgg", {"outcome": "skipped", "why": "longer than 60 s"}),
              ("resnet", {"outcome": "equal", "model": "resnet10t"})]  # fmt: skip
-    monkeypatch.setattr(census, "KNOWN", tmp_path / "known.jsonl")
-    census.KNOWN.write_text("".join(json.dumps({"library": "timm", "name": name, **one}) + "\n" for name, one in lines))
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    (tmp_path / census.KNOWN).write_text("".join(json.dumps({"library": "timm", "name": n, **one}) + "\n" for n, one in lines))
     said = census.section()
     assert "| timm | 2 | 1 | 0 | 0 | 0 | 0 | 1 |" in said
     assert "KeyError" not in said

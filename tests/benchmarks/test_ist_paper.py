@@ -29,10 +29,10 @@ def found_by(job, tmp_path):
 
 
 def test_every_run_has_a_name_of_its_own_and_a_rate_that_was_tried():
-    for quick, base in ((True, ist_paper.QUICK), (False, ist_paper.FULL)):
-        tuning = [ist_paper.name_of(job) for job in ist_paper.tuned(base)]
-        wanted = list(ist_paper.wanted(base, quick))
-        assert len(set(tuning)) == len(tuning) == (13 + 5) * 3
+    for small, base, cells in ((True, ist_paper.QUICK, 5), (False, ist_paper.FULL, 13 + 5)):
+        tuning = [ist_paper.name_of(job) for job in ist_paper.tuned(base, small)]
+        wanted = list(ist_paper.wanted(base, small))
+        assert len(set(tuning)) == len(tuning) == cells * 3
         assert len({(group, ist_paper.name_of(job)) for group, job in wanted}) == len(wanted)
         accuracies = {name: {"curve": [0.1, 0.5 if "0.006" in name else 0.4]} for name in tuning}
         assert {ist_paper.best_rate(accuracies, job) for _, job in wanted} == {6e-3}
@@ -81,9 +81,9 @@ def record(base: Job):
     ends = {"ist keep": 0.48, "ist zero": 0.47}
     runs = {
         ist_paper.name_of(job): {"curve": [0.2, ends.get(job.arm, 0.5) + 0.01 * job.seed], "voted": 0.6}
-        for group, job in ist_paper.wanted(base, quick=False) if group == "runs"
+        for group, job in ist_paper.wanted(base, small=False) if group == "runs"
     }  # fmt: skip
-    tuning = {ist_paper.name_of(job): {"curve": [job.lr]} for job in ist_paper.tuned(base)}
+    tuning = {ist_paper.name_of(job): {"curve": [job.lr]} for job in ist_paper.tuned(base, small=False)}
     return {"runs": runs, "tuning": tuning}
 
 

@@ -143,7 +143,7 @@ def test_every_job_is_one_that_the_program_takes():
 def test_an_idea_asked_for_alone_is_tuned_behind_prototype_and_a_way_that_a_network_has_not_is_left_out(monkeypatch):
     done = []
 
-    def carried_out(job, data, found):
+    def carried_out(job, data, found, small):
         done.append((job.way, job.partitions, job.seed))
         found.setdefault(job.task, {})[job.name] = {"validation": {"accuracy": 80, "loss": 1}}
 

@@ -57,11 +57,11 @@ def test_a_run_counts_accuracy_against_multiply_accumulates_with_recovery_behind
 
 
 def test_every_run_that_a_figure_needs_is_one_that_the_arm_takes():
-    for quick in (False, True):
-        for named in pnn_paper.wanted(quick).values():
+    for small in (False, True):
+        for named in pnn_paper.wanted(small).values():
             for words in named.values():
                 pnn_arm.parser().parse_args([*words, "--data-dir", "DIR"])
-    full = pnn_paper.wanted(quick=False)
+    full = pnn_paper.wanted(small=False)
     assert sum(name.startswith("pnn") for name in full["curves"]) == 10
     assert {name.split()[1] for name in full["kappa"]} == {str(kappa) for kappa in pnn_paper.KAPPAS}
 
