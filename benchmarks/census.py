@@ -48,7 +48,7 @@ BATCH, ROWS, SECONDS, MEMORY, LARGEST = 2, 4, 60, 8 << 30, 150_000_000
 KNOWN = "census-models.jsonl"
 LIBRARIES = ("timm", "transformers", "torchvision")
 IMPORTED = ("torch._dynamo", "torchao.optim", "torchvision.datasets", "transformers.modeling_utils", "scipy.optimize")
-"""What each process would import for itself, for seconds."""
+"""What each process would import for itself, for seconds, where it is installed."""
 HEADS = (
     "CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "MASKED_LM", "TOKEN_CLASSIFICATION",
     "SEQ_TO_SEQ_CAUSAL_LM", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION", "SEMANTIC_SEGMENTATION",
@@ -329,8 +329,10 @@ def known() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def run(asked: argparse.Namespace) -> None:
-    for module in (asked.library, *IMPORTED):
-        importlib.import_module(module)
+    importlib.import_module(asked.library)
+    for module in IMPORTED:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(module)
     number, of = map(int, asked.shard.split("/"))
     until = time.monotonic() + 60 * asked.minutes
     before = known()

@@ -206,6 +206,7 @@ class SimulatedDevice(Accelerator):
     @contextmanager
     def at_work(self) -> Iterator[None]:
         with ExitStack() as stack:
+            self.streams.dawdle()
             stack.enter_context(watched(self._host_used))
             stack.enter_context(Watching(self, self.torch))
             yield

@@ -121,6 +121,6 @@ def test_every_figure_of_the_paper_is_drawn(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_fails_is_named_with_its_reason(tmp_path):
-    options = argparse.Namespace(data_dir=tmp_path / "none", processes=1, name="pnn_test")
+    options = argparse.Namespace(data_dir=tmp_path / "none", processes=1, name="pnn_test", quick=False)
     with pytest.raises(RuntimeError, match=r"(?s)baseline seed 0:.*none"):
         pnn_paper.carried_out([("curves", "baseline seed 0", ["baseline"])], {}, options)

@@ -95,6 +95,7 @@ def test_experts_that_no_token_takes_are_decayed_as_in_the_whole_layer(tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.own_process
 def test_an_expert_layer_that_does_not_fit_does_in_tiles(tmp_path):
     def large():
         of_experts = {"moe_intermediate_size": 256, "num_experts": 64, "num_experts_per_tok": 2, "head_dim": 64}

@@ -1,16 +1,20 @@
 """Optimizer steps where the weights rest: bits of a plain loop whose optimizer steps on the CPU, and the bytes that cross."""
 
+import time
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.device.opening import open_device
 from seqpart.device.simulated import SimulatedDevice
 from seqpart.errors import OptionError
 from seqpart.plan.prediction import predict
 from seqpart.plan.problem import parts_of
 from seqpart.plan.simulator import Resources
+from seqpart.runtime.host_steps import HostSteps
 from tests import forced
 
 SIM = "sim:rtx3060-12gb"
@@ -241,3 +245,18 @@ def test_without_host_memory_it_is_refused(tmp_path):
     asked = {**options(tmp_path), "ram_limit": None}
     with pytest.raises(OptionError, match=r"optimizer_on host: .* Give ram_limit"):
         Trainer(network(), device="cpu", **asked).fit(rows())
+
+
+def test_a_room_is_taken_again_once_the_step_that_reads_it_is_over():
+    device = open_device(SIM)
+    host, read = HostSteps(device, [device.host(64)]), []
+    gradient = device.upload(torch.ones(16))
+
+    def brought(partition):
+        return host.bring(partition, [gradient], lambda room: [room[:64].view(torch.float32)])
+
+    (place,) = brought(0)
+    host.begin(lambda: time.sleep(0.2) or read.append(place.sum().item()))
+    brought(1)
+    assert read == [16]
+    host.close()
