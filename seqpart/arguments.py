@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from seqpart.errors import ModelError, OptionError
-from seqpart.model.optimizer_trials import IN_WORDS
+from seqpart.model.named_optimizers import IN_WORDS
 from seqpart.text import short
 
 

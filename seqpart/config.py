@@ -28,7 +28,7 @@ from seqpart.fields import (
 from seqpart.model.freezing import EXPECTED as PATTERNS
 from seqpart.model.freezing import Frozen
 from seqpart.model.losses import LossName
-from seqpart.model.optimizer_trials import OptimizerName
+from seqpart.model.named_optimizers import OptimizerName
 from seqpart.model.scheduler import SchedulerFactory
 from seqpart.schedule import lengths
 from seqpart.text import short
@@ -176,8 +176,10 @@ class Optimizer:
     lr: Annotated[PerPartition[float], Also("--learning-rate")] = 1e-4
     """Learning rate, per partition."""
     optimizer: PerPartition[OptimizerName] = "adamw"
-    """adam, adamw, sgd, or adafactor (its state is one row and one column per matrix; --lr is relative to the parameter's
-    scale, and torch's default is 0.01), per partition. Adam and AdamW are the same without --weight-decay."""
+    """adamw, adam (the same without --weight-decay) or sgd; adafactor (its state is one row and one column per matrix; --lr is
+    relative to the parameter's scale, and torch's default is 0.01); lion; muon (hidden matrices, with AdamW for the rest);
+    schedulefree (AdamW, tested by its average); adamw8bit or lion8bit (state of 2 or 1 bytes per number). Per partition. lion
+    and the last three need pip install 'seqpart[lowbit]'."""
     weight_decay: float = 0.0
     """Weight decay of the optimizer."""
     no_decay: str = ""

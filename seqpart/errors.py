@@ -29,7 +29,7 @@ from pathlib import Path
 
 _WORDS = (
     "sil|ist|streamed|checkpointed|full|auto|mse|psl|cross-entropy|orthogonal|prototype|cached|synthetic|fp32|bf16|never|adamw?|"
-    "adafactor|sgd|left|all|shard|keep|zero|cpu|rows|none|"
+    "adafactor|sgd|lion|muon|schedulefree|adamw8bit|lion8bit|left|all|shard|keep|zero|cpu|rows|none|"
     "DIR|wandb|tensorboard|(?:cuda|xpu|mps|hip|rocm)(?::[0-9]+)?"
 )
 _PATH = r"[^\s,;]*/[^\s,;]*[\w/]"

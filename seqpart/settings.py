@@ -12,6 +12,7 @@ from seqpart.fields import checked_value, flag_of, joined, out_of_range, values_
 from seqpart.methods import METHODS, methods_named
 from seqpart.methods.method import Method
 from seqpart.model.losses import LossName
+from seqpart.model.named_optimizers import NEED_WHOLE
 from seqpart.model.scheduler import rate_schedule
 from seqpart.schedule import lengths
 from seqpart.schedule.best import criterion_of
@@ -61,6 +62,11 @@ class Settings(Config):
         """True if partitions may be tested one after another."""
         return not all(method.stays for method in self.methods)
 
+    @property
+    def averages(self) -> bool:
+        """True if the result has averaged weights beside those that are trained."""
+        return self.ema is not None or "schedulefree" in values_of(self.optimizer)
+
     def _contradictions(self) -> Iterator[str]:
         """Yields a message for every pair of options that contradict each other."""
         if self.weights_partial and self.weights is None:
@@ -85,6 +91,8 @@ class Settings(Config):
             yield "--no-decay: there is no weight decay to leave out. Give --weight-decay"
         if self.ema is not None and not 0 < self.ema < 1:
             yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {self.ema}"
+        if self.ema is not None and "schedulefree" in values_of(self.optimizer):
+            yield "--ema does not go with --optimizer schedulefree, which averages the weights itself. Leave it out"
         if self.unfreeze is not None and (not self.methods[0].exact or self.methods[0].in_pairs):
             yield (
                 f"--unfreeze goes with --method auto, streamed, checkpointed or full; found --method {self.method}. Take one "
@@ -104,8 +112,8 @@ class Settings(Config):
         if self.export_every == EVALUATION and self.tests == lengths.AT_THE_END:
             yield "--export-every evaluation needs evaluations: give --eval-every"
         yield from self._lengths()
-        if self.divides_weights and "adafactor" in values_of(self.optimizer):
-            yield f"--optimizer adafactor needs each weight as a whole, and {self.divides_weights} divides it. Take another"
+        if self.divides_weights and (whole := [name for name in values_of(self.optimizer) if name in NEED_WHOLE]):
+            yield f"--optimizer {whole[0]} needs each weight as a whole, and {self.divides_weights} divides it. Take another"
 
     def _lengths(self) -> Iterator[str]:
         """Yields the contradictions of the options for the run's length and its evaluations."""

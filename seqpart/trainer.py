@@ -26,7 +26,7 @@ from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import MemoryUsage, highest
-from seqpart.errors import Interrupted, OptionError
+from seqpart.errors import DoesNotFit, Interrupted, OptionError
 from seqpart.fields import values_of
 from seqpart.intake import largest_batch, rows_of, rows_of_a_window, rows_to_evaluate
 from seqpart.interrupts import like_ctrl_c
@@ -36,6 +36,7 @@ from seqpart.model.freezing import Freezing
 from seqpart.model.inspection import KeptModes
 from seqpart.model.losses import LossChoice, LossFunction
 from seqpart.model.metrics import ComputeMetrics, own_metrics
+from seqpart.model.named_optimizers import NEED_WHOLE
 from seqpart.model.optimizer_trials import Build
 from seqpart.model.optimizers import describe, refuse_divided, refuse_rateless
 from seqpart.model.quantized import PlainTensors
@@ -60,7 +61,7 @@ from seqpart.schedule.best import LoopState
 from seqpart.schedule.lengths import refuse_untested
 from seqpart.settings import Settings
 from seqpart.store.scratch import own_folder
-from seqpart.units import format_size
+from seqpart.units import format_limit, format_size
 
 __all__ = ["Result", "Trainer"]
 
@@ -87,8 +88,8 @@ class Trainer:
         any of these ways needs `micro_batch_size` = `batch_size`. "model" is the loss that the model computes itself when its
         forward is given `labels`: the y of (x, y), shaped and shifted as it expects them. A dict has a function for each
         step of a `session` by name.
-    optimizer: `adamw` (the default), `adam`, `sgd`, `adafactor`, or a function from a list of parameters to a torch optimizer,
-        or to a list of several; one whose parameter is called `named_parameters` gets pairs (name, parameter).
+    optimizer: `adamw` (the default), another name of docs/optimizers.md, or a function from a list of parameters to a torch
+        optimizer, or to a list of several; one whose parameter is called `named_parameters` gets pairs (name, parameter).
     padding: how rows of several lengths are padded, in all data. None: all rows have one length.
     settings: a Settings, in place of options.
     options: the fields of Settings; `mem_limit` and `method` are required. With `sil` a list gives each partition its own
@@ -241,8 +242,8 @@ class Trainer:
         streams = any(
             method.exact and method.cuts and not (method.stays or method.in_pairs) for method in self.settings.methods
         )
-        # Adafactor looks at a weight as a whole, and so may what a function returns.
-        alone = self._optimizer is None and "adafactor" not in values_of(self.settings.optimizer)
+        # What a function returns may look at a weight as a whole.
+        alone = self._optimizer is None and not {*NEED_WHOLE} & {*values_of(self.settings.optimizer)}
         return sizes_to_try(self.model) if streams and alone else (0,)
 
     def count_from_start(self) -> None:
@@ -455,6 +456,12 @@ class Trainer:
         prepared = plan(planner)
         if self.device.shares_memory:
             sampler.add_reading(planner.trials.peak)
+        if sampler.violations:
+            raise DoesNotFit(
+                f"the limit of {format_size(planner.limit)} is too small to plan in: the process held "
+                f"{format_size(sampler.peak)} in {sampler.violation_label}, with the model if it was given alive. Give more, "
+                f"for example {format_limit(sampler.peak * 11 // 10)}."
+            )
         sampler.known = sampler.peak
         return prepared
 

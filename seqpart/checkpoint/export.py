@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from seqpart.device.pages import aligned, bytes_of, round_up
 from seqpart.files import remove
 from seqpart.model.blocks import Block
+from seqpart.model.named_optimizers import FAR_END, TO_AVERAGE
 from seqpart.model.optimizers import AVERAGE
 from seqpart.model.weight_files import named_tensors
 from seqpart.profile.blocks import BlockCost
@@ -22,7 +24,7 @@ def export_weights(
 ) -> int:
     """Writes every tensor of the state_dict under the model's own names; returns the file's bytes.
 
-    averages: write the moving average of tensors that have one. Memory holds one block, with averages also its optimizer state,
+    averages: write the average of tensors that have one. Memory holds one block, with averages also its optimizer state,
     and one request at a time. The file appears under `path` only when it is complete and on the disk.
     """
     entries = list(named_tensors(blocks, [cost.layout for cost in costs], lambda block: block.module))
@@ -67,6 +69,14 @@ class _Homes:
             average = next((spec for spec in state.specs if spec.name == f"{source.name}.{AVERAGE}"), None)
             if average is not None:
                 return self._flat(block.state_home, state=True), average
+            far_end = next((spec for spec in state.specs if spec.name == f"{source.name}.{FAR_END}"), None)
+            if far_end is not None:
+                ends = self._flat(block.home, state=False), self._flat(block.state_home, state=True)
+                trained, far = (
+                    Layout((spec,)).views(flat)[spec.name] for flat, spec in zip(ends, (source, far_end), strict=True)
+                )
+                average_of = trained.lerp(far, TO_AVERAGE).contiguous().view(-1).view(torch.uint8)
+                return average_of, replace(source, offset=0, stride=None)
         return self._flat(block.home, state=False), source
 
     def _flat(self, name: str, *, state: bool) -> torch.Tensor:

@@ -16,7 +16,7 @@ from seqpart.errors import BadInput, DoesNotFit, OptionError
 from seqpart.fields import PerPartition
 from seqpart.intake import rows_of
 from seqpart.model.blocks import MOST_BLOCKS
-from seqpart.model.optimizer_trials import OptimizerName
+from seqpart.model.named_optimizers import OptimizerName
 from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
 from seqpart.settings import Settings

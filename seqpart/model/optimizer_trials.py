@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import OptionError
 from seqpart.interrupts import put_off
+from seqpart.model.named_optimizers import IN_WORDS
 from seqpart.model.optimizer_state import TEXT, AtHome, Classes, Knowledge, NoHomeError, parts_of, room_for, specs_in, text_spec
 from seqpart.store.layout import TensorSpec, spec_of
 
@@ -40,9 +41,6 @@ Step = tuple[Sequence[nn.Parameter], Sequence[tuple[str, bool, Mapping[str, torc
 Counts = list[tuple[dict[str, Any], dict[str, int]]]
 """Dicts of an optimizer, each with its whole numbers."""
 
-OptimizerName = Literal["adam", "adamw", "sgd", "adafactor"]
-NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
-IN_WORDS = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}"
 _OTHERS = f"Use {IN_WORDS}."
 _ANEW = "when it is built anew for each visit of a partition, with all the state that it kept"
 _FEW, _MANY = 1 << 14, 1 << 18
@@ -83,7 +81,7 @@ def kind_of(spec: TensorSpec, group: str = "") -> TensorSpec:
 
 def groups_of(build: BuildNamed, parameters: Mapping[str, TensorSpec]) -> dict[str, str]:
     """Returns {name: its group's number} of parameters of these names; "" for one that is in no group."""
-    with FakeTensorMode():
+    with _without_numbers():
         made = [nn.Parameter(_zeros(spec)) for spec in parameters.values()]
         groups = build(made, list(parameters)).param_groups
     places = {id(one): str(number) for number, group in enumerate(groups) for one in group["params"]}
@@ -418,7 +416,11 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
-        found = func(*args, **(kwargs or {}))
+        if func.namespace != "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU"):
+            with self:  # a library's own, which may be written in operations that count
+                found = func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
+        else:
+            found = func(*args, **(kwargs or {}))
         self._alive = {place: one for place, one in self._alive.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
         for one in tree_leaves(found):
             if isinstance(one, torch.Tensor) and one.numel() >= self._numbers:

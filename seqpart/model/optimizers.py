@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import CorruptFile, OptionError
+from seqpart.model.named_optimizers import NAMES, OF_BITSANDBYTES, OF_TORCH, SLICE, is_spared, named_build
 from seqpart.model.optimizer_state import TEXT, AtHome, NoHomeError, Several, empty_allowed, parts_of
 from seqpart.model.optimizer_trials import (
-    NAMES,
     Build,
     Found,
     explore,
@@ -40,14 +39,6 @@ AVERAGE = "average"
 """Name of a parameter's moving average in its state."""
 _TUNED = ("lr", "weight_decay")
 """Options of a group whose values may change during training."""
-_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adam": (torch.optim.Adam, {"fused": True}),
-    "adamw": (torch.optim.AdamW, {"fused": True}),
-    "sgd": (torch.optim.SGD, {"fused": True}),
-    # Parameter by parameter, as torch does on the CPU: all at once would take as much memory again as the parameters.
-    "adafactor": (torch.optim.Adafactor, {"foreach": False}),
-}
-"""Class of each optimizer with a name, and how it is called."""
 UNKNOWN = "?"
 """Group of a parameter whose group is not known yet."""
 
@@ -71,6 +62,10 @@ class Optimizer:
     """True for an optimizer of torch chosen by name, which needs no trial steps that show whether its state is complete."""
     named: bool = False
     """True if the function takes pairs (name, parameter)."""
+    slice: int | None = None
+    """Numbers that a step updates at once, if it does so on slices of parameters."""
+    is_schedule_free: bool = False
+    """True if tests use other weights than training: its `eval()` makes them."""
     found: Found = field(default_factory=Found, compare=False, repr=False)
     """Results of its trials, by kind of parameter."""
 
@@ -78,6 +73,15 @@ class Optimizer:
         """Builds the optimizer of these parameters. names: theirs in the model; without any, all are called weight."""
         given: list[Any] = [*parameters]
         return self.function([*zip(names or ["weight"] * len(given), given, strict=True)] if self.named else given)
+
+    def step_room(self, largest: int) -> int:
+        """Bytes that a step takes beside the state. largest: bytes of the largest parameter."""
+        return self.temporaries * (largest if self.slice is None else min(largest, 4 * self.slice))
+
+    @property
+    def averages(self) -> bool:
+        """True if tests use other weights than those that are trained: averages that its state holds."""
+        return self.average is not None or self.is_schedule_free
 
     @functools.cached_property
     def temporaries(self) -> int:
@@ -228,9 +232,9 @@ class Adopted:
 def choose(
     name: str, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0, no_decay: str = ""
 ) -> Optimizer:  # fmt: skip
-    """Returns `adam`, `adamw` or `sgd`, fused, or `adafactor`. no_decay: see `is_spared`.
+    """Returns an optimizer of NAMES. no_decay: see `is_spared`.
 
-    Raises OptionError for another name or a negative number.
+    Raises OptionError for another name, a negative number, and one whose library is not installed.
     """
     if name not in NAMES:
         raise OptionError(f"--optimizer: expected one of {', '.join(NAMES)}; found {name!r}.")
@@ -239,32 +243,10 @@ def choose(
             raise OptionError(f"--{option}: expected a finite number, zero or above; found {value}.")
     if momentum and name != "sgd":
         raise OptionError(f"--momentum goes with --optimizer sgd; {name} keeps moments of its own.")
-    kind, keywords = _KINDS[name]
-    keywords = {**keywords, "lr": lr, "weight_decay": weight_decay} | ({"momentum": momentum} if name == "sgd" else {})
-
-    def in_groups(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        groups: list[list[nn.Parameter]] = [[], []]
-        for own, parameter in named_parameters:
-            groups[is_spared(no_decay, own, parameter.ndim)].append(parameter)
-        built: torch.optim.Optimizer = kind([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], **keywords)
-        return built
-
-    build: Build = in_groups if no_decay and weight_decay else lambda parameters: kind(parameters, **keywords)
-    found = describe(name, build, is_known=True)
+    build: Build = named_build(name, lr=lr, weight_decay=weight_decay, momentum=momentum, no_decay=no_decay)
+    found = describe(name, build, is_known=name in OF_TORCH)
+    found = replace(found, slice=SLICE if name in OF_BITSANDBYTES else None, is_schedule_free=name == "schedulefree")
     return found if found.named else replace(found, found=_found_of(name, bool(momentum)))
-
-
-def is_spared(no_decay: str, name: str, dimensions: int) -> bool:
-    """True if a parameter has no weight decay: by its model's name, or because it is a bias, or the weight of a norm.
-
-    no_decay: patterns between commas. `bias`: parameters with that in their own name; `norm`: others of one
-    dimension or none; or a pattern of names such as `*.embed*`.
-    """
-    is_bias = "bias" in name.rpartition(".")[2]
-    return any(
-        is_bias if pattern == "bias" else dimensions < 2 and not is_bias if pattern == "norm" else fnmatchcase(name, pattern)
-        for pattern in map(str.strip, no_decay.split(","))
-    )
 
 
 def refuse_unknown(no_decay: str, dimensions: Mapping[str, int]) -> None:

@@ -108,7 +108,7 @@ class Planner(Inputs):
         return Problem(
             chain=self.chain, method=request.methods[0], machine=self._machine(request, costs), limit=request.limit,
             costs_at=self.costs_at, counted_at=self.counted_at, states=states,
-            temporaries=heaviest.temporaries, begins=heaviest.begins_itself, loss_of=partial(self.loss_cost, request),
+            step_room=heaviest.step_room, begins=heaviest.begins_itself, loss_of=partial(self.loss_cost, request),
             defers_updates=self._starts is not None or self.settings.clip_grad_norm is not None,
             label_row=self._label_row(), pair_rows=self.rows_per_pass,
             batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
@@ -358,7 +358,7 @@ class Planner(Inputs):
             blocks = self.costs_at(rows)[first:last]
             states = state_layouts(self.chain[first:last], blocks, optimizer)
             *_, cost = prefix_costs(
-                blocks, states, self.loss_cost(request, rows), temporaries=optimizer.temporaries,
+                blocks, states, self.loss_cost(request, rows), step_room=optimizer.step_room,
                 begins=optimizer.begins_itself, heap_below=self.device.heap_below,
                 shares=planning.shares_of(self.epoch_rows, part.batch_size, rows),
             )  # fmt: skip
@@ -454,7 +454,7 @@ class Planner(Inputs):
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
             disk_bytes=disk_bytes(
                 problem, candidate, costs, row_packs, saves=self.settings.save_every != "never", views=self.settings.views,
-                all_states=not self.alone or bool(self.settings.recovery_epochs) or self.settings.ema is not None,
+                all_states=not self.alone or bool(self.settings.recovery_epochs) or self.settings.averages,
                 remembers=self.settings.keep_best), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
             slots=used.resources.slots, update_seconds=round(candidate.seconds, 4),

@@ -87,9 +87,9 @@ class Problem:
     """Block costs at a micro-batch without what real runs added, which differs from process to process."""
     states: Sequence[Layout]
     loss_of: Callable[[int], LossCost]
-    temporaries: int
+    step_room: Callable[[int], int]
     begins: bool
-    """temporaries, begins: see `prefix_costs`."""
+    """step_room, begins: see `prefix_costs`."""
     batch_size: int
     """Rows of an update; the largest, where partitions differ in it."""
     the_batch: int | None
@@ -246,7 +246,7 @@ def cost_of(problem: Problem, micro_batch: int, first: int, last: int, *, counte
     if key not in problem.known:
         costs = (problem.counted_at if counted else problem.costs_at)(micro_batch)
         grown = prefix_costs(
-            costs[first:], problem.states[first:], problem.loss_of(micro_batch), temporaries=problem.temporaries,
+            costs[first:], problem.states[first:], problem.loss_of(micro_batch), step_room=problem.step_room,
             begins=problem.begins, heap_below=problem.machine.heap_below,
             shares=shares_of(problem.train_rows, problem.batch_size, micro_batch),
         )  # fmt: skip

@@ -118,13 +118,13 @@ class Parting:
 
 
 def prefix_costs(
-    blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *, temporaries: int = 0, begins: bool = False,
-    heap_below: int = 0, shares: Sequence[float] = (1.0,),
+    blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *,
+    step_room: Callable[[int], int] = lambda _: 0, begins: bool = False, heap_below: int = 0, shares: Sequence[float] = (1.0,),
 ) -> Iterator[PartitionCost]:  # fmt: skip
     """Yields the costs of the partitions blocks[:1], blocks[:2], ..., each one block more, in constant time.
 
-    temporaries: memory of the optimizer's step, as a multiple of the largest parameter's. begins: true if the optimizer makes
-    its state itself in a first step, beside the home that it then goes to. shares: sizes of micro-batches that occur, as
+    step_room: bytes of the optimizer's step, from those of the largest parameter. begins: true if the optimizer makes its state
+    itself in a first step, beside the home that it then goes to. shares: sizes of micro-batches that occur, as
     fractions of the one that the costs were found for.
     """
     heaps = [0] * len(shares)
@@ -203,7 +203,7 @@ def prefix_costs(
                 forward, alive + loss_peak, max(again, adding_again) + heap
             ),
             inference_peak=own + heap + max(inference, output + loss_peak),
-            update_peak=own + buffers + heap + gradients + temporaries * largest + begins * state,
+            update_peak=own + buffers + heap + gradients + step_room(largest) + begins * state,
             row_flops=flops // rows,
             parameters=parameters, frozen=frozen, trainable=trainable, writes_late=late,
             forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,

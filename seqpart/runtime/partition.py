@@ -490,7 +490,7 @@ class Partition:
             self.refresh()
         self._follow_state()  # also if no optimizer step was made
         waiting = self._gradients_home() if gradients else Transfer(self._device)
-        keep_state = keep_state or self._choice.average is not None  # the moving average is the run's result
+        keep_state = keep_state or self._choice.averages  # the moving average is the run's result
         saved = self.save(keep_state=keep_state, again=again, weights=not (self.weights_stay and stay))
         if not keep_state:
             self._stepping.wait()

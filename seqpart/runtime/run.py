@@ -120,7 +120,7 @@ class Run:
 
     @property
     def averages(self) -> bool:
-        return self._settings.ema is not None
+        return self._settings.averages
 
     @contextmanager
     def limited(self, *, rows: bool = True) -> Iterator[None]:

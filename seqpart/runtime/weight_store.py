@@ -110,7 +110,7 @@ class WeightStore:
                 manifests.refuse_others(manifest, self.store, homes.layouts, homes.needed, homes.best)
                 if rows:
                     self._write_missing_rows(resumed.position)
-            if self._planner.settings.ema is None:  # a moving average is kept to the end
+            if not self._planner.settings.averages:  # the averages are kept to the end
                 for name in homes.unused:
                     self.store.discard(name)
             return

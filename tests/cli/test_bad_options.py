@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+from seqpart.model.named_optimizers import NAMES
 from seqpart.store.direct import explained
 from seqpart.train import main
 from tests.command import SMALL, Ran, call, command, files, refused
@@ -109,7 +110,7 @@ OPTIONS = {
     "--partitions 0,2,2": "rising block numbers; found '0,2,2'",
     "--partitions 0,9": "--partitions: block 9 does not exist; the model has blocks 0..3",
     "--partitions some": "--partitions: expected a whole number; found 'some'",
-    "--optimizer adagrad": "--optimizer: expected one of adam, adamw, sgd, adafactor; found 'adagrad'",
+    "--optimizer adagrad": f"--optimizer: expected one of {', '.join(NAMES)}; found 'adagrad'",
     "--optimizer adam,sgd": "--optimizer adam,sgd gives 2 values",
     "--weight-decay -1": "--weight-decay: expected a finite number, zero or above; found -1.0",
     "--weight-decay nan": "--weight-decay: expected a finite number; found nan",

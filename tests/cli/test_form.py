@@ -12,6 +12,7 @@ from seqpart.cli.arguments import gathered, groups_of, kept_options, options_of
 from seqpart.cli.commands import VerifyJob
 from seqpart.cli.job import Job
 from seqpart.errors import OptionError
+from seqpart.model.named_optimizers import NAMES
 from seqpart.store.atomic import with_checksum, write_text
 from tests.command import call
 
@@ -161,7 +162,10 @@ def test_where_there_is_no_pyyaml_a_yaml_file_is_refused_with_the_command_that_i
             ["--method", "boosting"],
             "--method: expected one of auto, sil, ist, streamed, checkpointed, full, psl; found 'boosting'",
         ),
-        (["--optimizer", "lion"], "--optimizer: expected one of adam, adamw, sgd, adafactor; found 'lion'"),
+        (
+            ["--optimizer", "lamb"],
+            f"--optimizer: expected one of {', '.join(NAMES)}; found 'lamb'",
+        ),
         (["--shuffle", "perhaps"], "--shuffle: expected yes, no or auto; found 'perhaps'"),
         (["--cache-dtype", "fp8"], "--cache-dtype: expected fp32 or bf16; found 'fp8'"),
         (["--weights-dtype", "fp8"], "--weights-dtype: expected fp32 or bf16; found 'fp8'"),
@@ -199,7 +203,7 @@ def test_the_help_is_in_groups_that_list_choices_and_fits_80_columns(capsys, mon
     for words in (
         "--method {auto,sil,ist,streamed,checkpointed,full,psl}",
         "--recover {left,all}",
-        "--optimizer {adam,adamw,sgd,adafactor}[,...]",
+        "--optimizer {adam,adamw,sgd,adafactor,lion,muon,schedulefree,adamw8bit,",
     ):
         assert words in said
     assert all(len(line) <= 80 for line in said.splitlines())

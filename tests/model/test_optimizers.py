@@ -204,8 +204,8 @@ def test_what_is_no_optimizer_is_refused():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(OptionError, match="expected one of adam, adamw, sgd, adafactor; found 'lion'"):
-        choose("lion", lr=0.1)
+    with pytest.raises(OptionError, match=r"expected one of adam, adamw, .* lion8bit; found 'adagrad'"):
+        choose("adagrad", lr=0.1)
 
 
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
