@@ -1,6 +1,5 @@
 """Optimizers that the command knows by name: how each is built, of torch or of a library that is imported only then."""
 
-import importlib
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -50,10 +49,9 @@ def named_build(name: str, *, lr: float, weight_decay: float, momentum: float, n
     if name in OF_TORCH:
         kind, fixed = OF_TORCH[name]
         options |= fixed | ({"momentum": momentum} if name == "sgd" else {})
-    elif name == "schedulefree":
-        kind, options["foreach"] = _training(_library(name, "schedulefree").AdamWScheduleFree), False
     else:
-        kind = _in_slices(getattr(_library(name, "bitsandbytes").optim, OF_BITSANDBYTES[name]))
+        kind = _library(name)
+        options |= {"foreach": False} if name == "schedulefree" else {}
     if not (no_decay and weight_decay):
         return lambda parameters: kind(parameters, **options)
     return lambda named_parameters: kind(_groups(named_parameters, no_decay), **options)
@@ -107,9 +105,17 @@ def _training(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Op
     return build
 
 
-def _library(name: str, library: str) -> Any:
+def _library(name: str) -> Any:
+    """Returns the class of an optimizer that is not torch's."""
+    library = "schedulefree" if name == "schedulefree" else "bitsandbytes"
     try:
-        return importlib.import_module(library)
+        if name == "schedulefree":
+            from schedulefree import AdamWScheduleFree
+
+            return _training(AdamWScheduleFree)
+        import bitsandbytes.optim
+
+        return _in_slices(getattr(bitsandbytes.optim, OF_BITSANDBYTES[name]))
     except ImportError:
         raise OptionError(
             f"--optimizer {name} is of {library}, which is not installed: pip install 'seqpart[lowbit]'."
