@@ -56,20 +56,12 @@ THEIRS = {
     ),
 }
 FURTHER = {
-    "densenet121": (lambda: torchvision_model("densenet121"), images),
     "swin_t": (lambda: torchvision_model("swin_t"), images),
-    "efficientnet_b0": (lambda: torchvision_model("efficientnet_b0"), images),
     "squeezenet": (lambda: torchvision_model("squeezenet1_1"), lambda: images(64)),
-    "shufflenet": (lambda: torchvision_model("shufflenet_v2_x0_5"), images),
     "deeplab": (lambda: torchvision_model("deeplabv3_mobilenet_v3_large", weights_backbone=None), images),
-    "r3d_18": (lambda: torchvision_model("r3d_18"), lambda: images(16)[:, :, None].repeat(1, 1, 4, 1, 1)),
     "vit_tiny": (lambda: timm_model("vit_tiny_patch16_224"), lambda: images(224)),
-    "eva02_tiny": (lambda: timm_model("eva02_tiny_patch14_224"), lambda: images(224)),
     "efficientnet of timm": (lambda: timm_model("efficientnet_b0"), lambda: images(64)),
-    "regnety_002": (lambda: timm_model("regnety_002"), images),
     "xcit": (lambda: timm_model("xcit_nano_12_p16_224"), lambda: images(224)),
-    "coat_tiny": (lambda: timm_model("coat_tiny"), lambda: images(224)),
-    "levit": (lambda: timm_model("levit_128s"), lambda: images(224)),
     "mobilevit": (lambda: timm_model("mobilevit_xxs"), lambda: images(64)),
     "qwen3, mixture": (
         lambda: transformers_model(
