@@ -18,6 +18,7 @@ from seqpart.errors import (
 )
 
 if TYPE_CHECKING:
+    from seqpart.data.packing import packed
     from seqpart.data.padding import Padding
     from seqpart.model.weight_files import parameters_on_meta
     from seqpart.runtime.result import Evaluation, Result
@@ -38,21 +39,22 @@ __all__ = [
     "StoreError",
     "Trainer",
     "VerifyMismatch",
+    "packed",
     "parameters_on_meta",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Loads names that need torch, which takes 2 s, on first use: help and errors do not need it."""
-    if name in ("Evaluation", "Padding", "Result", "Settings", "Trainer", "parameters_on_meta"):
+    if name in ("Evaluation", "Padding", "Result", "Settings", "Trainer", "packed", "parameters_on_meta"):
         from seqpart import settings, trainer
-        from seqpart.data import padding
+        from seqpart.data import packing, padding
         from seqpart.model import weight_files
         from seqpart.runtime import result
 
         globals().update(
             Evaluation=result.Evaluation, Padding=padding.Padding, Result=result.Result, Settings=settings.Settings,
-            Trainer=trainer.Trainer, parameters_on_meta=weight_files.parameters_on_meta,
+            Trainer=trainer.Trainer, packed=packing.packed, parameters_on_meta=weight_files.parameters_on_meta,
         )  # fmt: skip
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
