@@ -131,6 +131,10 @@ def _in_slices(kind: Any) -> Any:
     """
 
     class InSlices(kind):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.initialized = True  # else the first step sets it, as if the optimizer kept something beside the state
+
         def get_state_buffer(self, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(p.shape, dtype=dtype, device=p.device)
 

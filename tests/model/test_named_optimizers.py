@@ -184,6 +184,22 @@ def test_a_parameter_that_does_not_lie_row_by_row_stays_in_its_memory(name):
     assert torch.equal(plain, ours) and ours.data_ptr() == place
 
 
+def test_parameters_may_begin_to_learn_during_a_run_in_8_bits(tmp_path):
+    library("bitsandbytes")
+    plain, model = network(), network()
+    (optimizer,) = PLAIN["adamw8bit"](plain)
+    x, y = rows()
+    for update in range(9):
+        plain[0].requires_grad_(update >= 3)
+        optimizer.zero_grad()
+        at = 16 * (update % 3)
+        F.cross_entropy(plain(x[at : at + 16]), y[at : at + 16]).backward()
+        optimizer.step()
+    streamed(model, "adamw8bit", tmp_path / "run", unfreeze={"0.*": "epoch 1"}).fit((x, y))
+    for (key, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other), key
+
+
 def test_schedule_free_weights_are_tested_by_their_average(tmp_path):
     plain, model = network(), network()
     (optimizer,) = schedulefree(plain)
