@@ -1,4 +1,4 @@
-"""Optimizers that the command knows by name: how each is built, of torch or of a library that is imported only then."""
+"""Optimizers that the command knows by name: how each is built, of torch, of a library that is imported only then, or here."""
 
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -6,6 +6,7 @@ from functools import cache
 from math import sqrt
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -24,11 +25,12 @@ OF_TORCH: dict[str, tuple[Any, dict[str, Any]]] = {
     "adafactor": (torch.optim.Adafactor, {"foreach": False}),
 }
 """Class of each optimizer of torch, and how it is called."""
-OF_BITSANDBYTES = {"lion": "Lion", "adamw8bit": "AdamW8bit", "lion8bit": "Lion8bit"}
+OF_BITSANDBYTES = {"lion": ("Lion", 1, False), "adamw8bit": ("AdamW8bit", 2, True), "lion8bit": ("Lion8bit", 1, True)}
+"""Class of bitsandbytes, its moments, and whether they have 8 bits."""
 NEED_WHOLE = ("adafactor", "muon", "adamw8bit", "lion8bit")
 """Optimizers whose step depends on a weight as a whole, or on where its blocks of numbers begin."""
-SLICE, _BLOCK = 1 << 16, 256
-"""Numbers of a parameter that are updated at once on the CPU, and that have one scale, both of bitsandbytes' optimizers."""
+SLICE, _BLOCK, _SMALLEST = 1 << 16, 256, 4096
+"""Numbers of a parameter that are updated at once on a CPU; that have one scale; and that have moments of 8 bits."""
 _NOT_HIDDEN = ("*embed*", "*wte*", "*wpe*", "*head*")
 """Names of matrices that Muon's author leaves to AdamW: the first and the last."""
 FAR_END, TO_AVERAGE = "z", 1 - 1 / 0.9
@@ -50,8 +52,7 @@ def named_build(name: str, *, lr: float, weight_decay: float, momentum: float, n
         kind, fixed = OF_TORCH[name]
         options |= fixed | ({"momentum": momentum} if name == "sgd" else {})
     else:
-        kind = _library(name)
-        options |= {"foreach": False} if name == "schedulefree" else {}
+        kind = _schedule_free() if name == "schedulefree" else _of_bitsandbytes(name)
     if not (no_decay and weight_decay):
         return lambda parameters: kind(parameters, **options)
     return lambda named_parameters: kind(_groups(named_parameters, no_decay), **options)
@@ -96,73 +97,114 @@ def _muon(lr: float, weight_decay: float, no_decay: str) -> Callable[[Given], li
     return muon
 
 
-def _training(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+def _schedule_free() -> Callable[..., torch.optim.Optimizer]:
+    try:
+        from schedulefree import AdamWScheduleFree
+    except ImportError:
+        raise _missing("schedulefree", "schedulefree") from None
+
     def build(parameters: Sequence[Any], **options: Any) -> torch.optim.Optimizer:
-        optimizer = kind(parameters, **options)
-        optimizer.train()  # type: ignore[attr-defined]
-        return optimizer
+        optimizer: Any = AdamWScheduleFree(parameters, **options, foreach=False)
+        optimizer.train()
+        found: torch.optim.Optimizer = optimizer
+        return found
 
     return build
 
 
-def _library(name: str) -> Any:
-    """Returns the class of an optimizer that is not torch's."""
-    library = "schedulefree" if name == "schedulefree" else "bitsandbytes"
-    try:
-        if name == "schedulefree":
-            from schedulefree import AdamWScheduleFree
-
-            return _training(AdamWScheduleFree)
-        import bitsandbytes.optim
-
-        return _in_slices(getattr(bitsandbytes.optim, OF_BITSANDBYTES[name]))
-    except ImportError:
-        raise OptionError(
-            f"--optimizer {name} is of {library}, which is not installed: pip install 'seqpart[lowbit]'."
-        ) from None
+def _missing(name: str, library: str) -> OptionError:
+    return OptionError(f"--optimizer {name} is of {library}, which is not installed: pip install 'seqpart[lowbit]'.")
 
 
-def _in_slices(kind: Any) -> Any:
-    """Returns a class of bitsandbytes that steps on the CPU on slices of a parameter, and leaves it where it lies.
+def _of_bitsandbytes(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """Returns a function that builds bitsandbytes' optimizer on a GPU, and one with the same state on a CPU."""
+    kind, moments, is_in_8_bits = OF_BITSANDBYTES[name]
 
-    The library's own step takes five times the parameter's memory there. And in 8 bits its kernel of version 0.50 makes of a
-    zero 2e-5 of the largest number of its block: weights without a gradient would move, with Lion as fast as all others. Here a
-    state becomes the nearest of its 256 values, as on a GPU. In 32 bits Lion has the library's bits.
+    def build(parameters: Sequence[Any], **options: Any) -> torch.optim.Optimizer:
+        built = InBlocks(parameters, moments=moments, is_in_8_bits=is_in_8_bits, **options)
+        given = [parameter for group in built.param_groups for parameter in group["params"]]
+        if not any(parameter.is_cuda for parameter in given):
+            return built
+        try:
+            import bitsandbytes.optim
+        except ImportError:
+            raise _missing(name, "bitsandbytes") from None
+        if not all(parameter.is_contiguous() for parameter in given):  # it would move them out of their memory
+            raise OptionError(
+                f"--optimizer {name} on a GPU needs parameters that lie row by row: no channels_last. Take another."
+            )
+        found: torch.optim.Optimizer = getattr(bitsandbytes.optim, kind)(parameters, **options)
+        found.initialized = True  # type: ignore[attr-defined]  # as if the first step were made
+        return found
+
+    return build
+
+
+class InBlocks(torch.optim.Optimizer):
+    """AdamW or Lion on a CPU, with the state of bitsandbytes' optimizers: moments of 32 bits, or of 8 and a scale for each 256.
+
+    A parameter is updated in slices. bitsandbytes' own step takes five times the parameter's memory on a CPU, its import 130
+    MB, and in 8 bits its kernel of version 0.50 makes of a zero 2e-5 of the largest number of its block: weights without a
+    gradient would move, with Lion as fast as all others. Here a moment becomes the nearest of 256 values, as on a GPU.
+    Parameters of fewer than 4,096 numbers have moments of 32 bits. (https://arxiv.org/abs/2110.02861, sections 2 and 2.1;
+    https://arxiv.org/abs/2302.06675, algorithm 2.)
     """
 
-    class InSlices(kind):  # type: ignore[misc]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            self.initialized = True  # else the first step sets it, as if the optimizer kept something beside the state
+    def __init__(self, parameters: Any, *, moments: int, is_in_8_bits: bool, lr: float, weight_decay: float = 0.0) -> None:
+        self._moments, self._is_in_8_bits = moments, is_in_8_bits
+        betas = (0.9, 0.99) if moments == 1 else (0.9, 0.999)
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay})
 
-        def get_state_buffer(self, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(p.shape, dtype=dtype, device=p.device)
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
 
-        @torch.no_grad()
-        def update_step(self, group: dict[str, Any], p: nn.Parameter, gindex: int, pindex: int) -> None:
-            state, values, gradient = self.state[p], p.detach().contiguous(), p.grad.contiguous()  # type: ignore[union-attr]
-            if p.device.type == "cpu" and not isinstance(p, FakeTensor):
-                state["step"] += 1
-                moments = [_Moment(state, number) for number in (1, 2) if f"state{number}" in state]
-                pieces = [torch.split(whole.view(-1), SLICE) for whole in (values, gradient)]
-                for place, (piece, slope) in enumerate(zip(*pieces, strict=True)):
-                    _step(piece, slope.float(), moments, place, state["step"], group)
-            else:
-                whole = nn.Parameter(values)
-                whole.grad = gradient
-                self.state[whole] = state
-                super().update_step(group, whole, gindex, pindex)
-                del self.state[whole]
-            if not p.is_contiguous():
-                p.copy_(values)
+    def _update(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            self._begin(parameter, state)
+        state["step"] += 1
+        if isinstance(parameter, FakeTensor):
+            return
+        moments = [_Moment(state, number + 1) for number in range(self._moments)]
+        values = parameter.detach().contiguous()
+        pieces = [torch.split(whole.reshape(-1), SLICE) for whole in (values, gradient)]
+        for place, (piece, slope) in enumerate(zip(*pieces, strict=True)):
+            _step(piece, slope.float(), moments, place, state["step"], group)
+        if not parameter.is_contiguous():
+            parameter.copy_(values)
 
-    InSlices.__name__ = InSlices.__qualname__ = kind.__name__
-    return InSlices
+    def _begin(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        small = not self._is_in_8_bits or parameter.numel() < _SMALLEST
+        device = parameter.device
+        state["step"] = 0
+        for number in range(1, self._moments + 1):
+            state[f"state{number}"] = torch.zeros(parameter.shape, dtype=torch.float32 if small else torch.uint8, device=device)
+            if not small:
+                state[f"qmap{number}"] = torch.tensor(_values(signed=number == 1), device=device)
+                state[f"absmax{number}"] = torch.zeros(-(-parameter.numel() // _BLOCK), device=device)
 
 
-def _step(values: torch.Tensor, gradient: torch.Tensor, moments: "list[_Moment]", place: int, step: int, group: Any) -> None:
+@cache
+def _values(*, signed: bool) -> tuple[float, ...]:
+    """The 256 values of a moment in 8 bits, ascending: zero, 1, and for each power of ten from 1e-7 on evenly spaced ones,
+    twice as many as for the power before."""
+    found = [0.0, 1.0]
+    for exponent in range(7):
+        ends = np.linspace(0.1, 1, (1 << exponent) * (1 if signed else 2) + 1, dtype=np.float32)
+        middles = ((ends[:-1] + ends[1:]) / 2 * np.float32(10 ** (exponent - 6))).tolist()
+        found += [*middles, *(-middle for middle in middles)] if signed else middles
+    return tuple(sorted(found))
+
+
+def _step(
+    values: torch.Tensor, gradient: torch.Tensor, moments: "list[_Moment]", place: int, step: int, group: dict[str, Any]
+) -> None:  # fmt: skip
     """A step of AdamW or, with one moment, Lion on a slice."""
-    rate, (beta1, beta2) = group["lr"], group["betas"][:2]
+    rate, (beta1, beta2) = group["lr"], group["betas"]
     first, *second = (moment.read(place) for moment in moments)
     new = values.float()
     if group["weight_decay"] > 0:

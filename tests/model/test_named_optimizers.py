@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import Interrupted, OptionError
-from seqpart.model.named_optimizers import SLICE
+from seqpart.model.named_optimizers import SLICE, _Nearest, _values
 from seqpart.model.optimizers import choose
 from seqpart.store.layout import spec_of
 
@@ -41,8 +43,8 @@ PLAIN = {
     "lion": lambda model: [library("bitsandbytes").optim.Lion(model.parameters(), **DECAYED)],
     "muon": muon,
     "schedulefree": schedulefree,
-    "adamw8bit": lambda model: library("bitsandbytes") and [choose("adamw8bit", **DECAYED).build([*model.parameters()])],
-    "lion8bit": lambda model: library("bitsandbytes") and [choose("lion8bit", **DECAYED).build([*model.parameters()])],
+    "adamw8bit": lambda model: [choose("adamw8bit", **DECAYED).build([*model.parameters()])],
+    "lion8bit": lambda model: [choose("lion8bit", **DECAYED).build([*model.parameters()])],
 }
 BYTES = {"lion": 4, "muon": 4, "schedulefree": 8, "adamw8bit": 2 + 8 / 256, "lion8bit": 1 + 4 / 256}
 """Bytes of state for each number of a large matrix."""
@@ -115,7 +117,6 @@ def test_the_plan_has_room_for_the_state_that_it_keeps(name):
 
 
 def test_the_state_of_small_parameters_is_not_in_8_bits():
-    library("bitsandbytes")
     state = choose("adamw8bit", lr=1e-3).state_layout({"bias": spec_of("bias", torch.empty(4095, device="meta"))})
     assert {spec.name: spec.dtype for spec in state.specs if "state" in spec.name} == {
         "bias.state1": torch.float32, "bias.state2": torch.float32,
@@ -123,7 +124,6 @@ def test_the_state_of_small_parameters_is_not_in_8_bits():
 
 
 def test_a_step_takes_memory_for_a_slice_and_not_for_the_parameter():
-    library("bitsandbytes")
     for name in ("lion", "adamw8bit", "lion8bit"):
         choice = choose(name, lr=1e-3)
         assert 2 * 4 * SLICE <= choice.step_room(1 << 30) <= 8 * 4 * SLICE
@@ -133,7 +133,6 @@ def test_a_step_takes_memory_for_a_slice_and_not_for_the_parameter():
 @pytest.mark.parametrize("name", ["adamw8bit", "lion8bit"])
 def test_numbers_without_a_gradient_stay_where_they_are_in_8_bits(name):
     """bitsandbytes 0.50 moves them on the CPU: by 5 in these steps with Lion."""
-    library("bitsandbytes")
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 256))
     before, optimizer = weight.detach().clone(), choose(name, lr=1e-2).build([weight])
@@ -185,7 +184,6 @@ def test_a_parameter_that_does_not_lie_row_by_row_stays_in_its_memory(name):
 
 
 def test_parameters_may_begin_to_learn_during_a_run_in_8_bits(tmp_path):
-    library("bitsandbytes")
     plain, model = network(), network()
     (optimizer,) = PLAIN["adamw8bit"](plain)
     x, y = rows()
@@ -215,12 +213,23 @@ def test_schedule_free_weights_are_tested_by_their_average(tmp_path):
     assert result.average_loss == pytest.approx(float(F.cross_entropy(plain(x).detach(), y)), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["lion", "schedulefree"])
-def test_a_library_that_is_not_installed_is_named_with_its_cure(name, monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+def test_a_library_that_is_not_installed_is_named_with_its_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "schedulefree", None)
     with pytest.raises(OptionError, match=r"is not installed: pip install 'seqpart\[lowbit\]'"):
-        choose.__wrapped__(name, lr=1e-3)
+        choose.__wrapped__("schedulefree", lr=1e-3)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_values_of_8_bits_are_the_library_s(signed):
+    theirs = library("bitsandbytes").functional.create_dynamic_map(signed=signed)
+    assert torch.allclose(torch.tensor(_values(signed=signed)), theirs, rtol=2e-7, atol=0)
+
+
+@given(numbers=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=50), signed=st.booleans())
+def test_the_nearest_value_is_found(numbers, signed):
+    values = torch.tensor(_values(signed=signed))
+    given = torch.tensor(numbers) if signed else torch.tensor(numbers).abs()
+    assert torch.equal(_Nearest(values)(given), torch.bucketize(given, (values[1:] + values[:-1]) / 2, out_int32=True))
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw8bit"])
