@@ -229,7 +229,7 @@ def test_the_values_of_8_bits_are_the_library_s(signed):
 def test_the_nearest_value_is_found(numbers, signed):
     values = torch.tensor(_values(signed=signed))
     given = torch.tensor(numbers) if signed else torch.tensor(numbers).abs()
-    assert torch.equal(_Nearest(values)(given), torch.bucketize(given, (values[1:] + values[:-1]) / 2, out_int32=True))
+    assert torch.equal(_Nearest(values)(given), torch.bucketize(given, (values[1:] + values[:-1]) / 2).to(torch.uint8))
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw8bit"])
