@@ -87,6 +87,10 @@ class Limits:
     """Chunks of positions over which a language model's last linear layer and its cross-entropy are computed, forward and
     backward of each together, so that the logits of a micro-batch never exist whole: a number, or auto (1, and more with exact
     methods if nothing fits so). Sums of other numbers of chunks round differently."""
+    compile: bool = False
+    """Compile blocks with torch.compile (exact methods, on the CPU): each kind once for every number of rows, while the plan is
+    made. The bits are those of a plain loop after `layer.compile(dynamic=False)` for each layer that holds other modules, and
+    may differ from those without. The compiler's memory counts: about 600 MB for a moment."""
     micro_batch_size: Positive[int] = None
     """Rows on the device at once. Default: the largest that fits."""
     device: str = "auto"

@@ -24,6 +24,7 @@ class Options(TypedDict, total=False):
     partitions: Literal["auto"] | PerPartition[int]
     tile: str | int
     loss_chunks: Literal["auto"] | int
+    compile: bool
     micro_batch_size: Positive[int]
     device: str
     ram_limit: str | int | float | None

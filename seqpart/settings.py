@@ -105,6 +105,15 @@ class Settings(Config):
                 f"--optimizer-on host goes with --method auto, streamed, checkpointed or full; found --method {self.method}. "
                 "Leave it out"
             )
+        if self.compile and (not self.methods[0].exact or self.methods[0].in_pairs):
+            yield f"--compile goes with method auto, streamed, checkpointed or full; found --method {self.method}. Leave it out"
+        if self.compile and self.tile_bytes:
+            yield "--compile does not go with --tile, which replaces layers by others. Leave one out"
+        if self.compile and self.unfreeze is not None:
+            yield (
+                "--compile does not go with --unfreeze: with other weights that learn, layers would be compiled again in the "
+                "middle of the run. Leave one out"
+            )
         if self.export_every is not None and not self.methods[0].exact:
             yield f"--export-every goes with exact methods; found --method {self.method}. Leave it out"
         if self.keep_exports is not None and self.export_every is None:

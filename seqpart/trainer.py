@@ -31,7 +31,7 @@ from seqpart.fields import values_of
 from seqpart.intake import largest_batch, rows_of, rows_of_a_window, rows_to_evaluate
 from seqpart.interrupts import like_ctrl_c
 from seqpart.methods.exact import EVALUATION
-from seqpart.model.compiled import SAID, as_written, is_compiled, original
+from seqpart.model.compiled import SAID, as_written, compiler_at_work, is_compiled, original
 from seqpart.model.freezing import Freezing
 from seqpart.model.inspection import KeptModes
 from seqpart.model.losses import LossChoice, LossFunction
@@ -129,6 +129,8 @@ class Trainer:
         one = one if self._labelled or one == "model" or steps is not None else WithoutLabels(one)
         self.model, self._loss, self._quiet, self._padding = original(model), one, quiet, as_padding(padding)
         self._compiled = is_compiled(model)
+        if self._compiled and settings.compile:
+            raise OptionError("--compile: the model is compiled already. Give it as it was written, or leave --compile out.")
         self.device = open_device(settings.device)
         if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time
             settings = replace(settings, mem_limit=limit_of(settings.mem_limit, self.device))
@@ -200,6 +202,7 @@ class Trainer:
             return planner, with_fewer_workers(planner, partial(plan, planner))
 
         stack.enter_context(as_written(self.model))
+        stack.enter_context(compiler_at_work(self.settings.compile))
         model = stack.enter_context(Freezing(self.model, self.settings.frozen))
         if kept is not None:
             let_learn(model, kept)
@@ -244,7 +247,7 @@ class Trainer:
         )
         # What a function returns may look at a weight as a whole.
         alone = self._optimizer is None and not {*NEED_WHOLE} & {*values_of(self.settings.optimizer)}
-        return sizes_to_try(self.model) if streams and alone else (0,)
+        return sizes_to_try(self.model) if streams and alone and not self.settings.compile else (0,)
 
     def count_from_start(self) -> None:
         """Starts the sampler in a process that does nothing else: memory held while libraries loaded counts too."""

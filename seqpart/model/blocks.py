@@ -7,7 +7,7 @@ Between its visits to the device a block is its module with empty parameters.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from seqpart.device.device import Device
 from seqpart.errors import ModelError
+from seqpart.model.compiled import Layers
 from seqpart.model.inspection import beside, left_as_they_are, packed_in, said_of, structure_of
 from seqpart.model.loss_chunks import Head
 from seqpart.model.tensors import buffer_names, buffers_made, refuse_sharing, tensors_in_attributes, tensors_of
@@ -50,6 +51,9 @@ class Block:
         self.number, self.name, self._source = number, name, source
         self.draws_as = number
         """The block number that seeds its random numbers."""
+        self.compiles = False
+        """True if its layers run compiled."""
+        self._layers: tuple[nn.Module | None, Layers] = None, Layers(())
         self.is_cut_out = takes is not None
         self.takes = (number,) if takes is None else takes
         self.gives = (number + 1,) if gives is None else gives
@@ -140,6 +144,16 @@ class Block:
         module = self._source if isinstance(self._source, nn.Module) else _called(self._source, self)
         self._module, self._buffers = module, buffer_names(module)
         return module
+
+    def compiled(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A context in which `module`, the block's or another from its factory, runs compiled, if the block is to."""
+        return self.layers_of(module) if self.compiles else nullcontext()
+
+    def layers_of(self, module: nn.Module) -> Layers:
+        """Returns what is compiled: its module, or of one that was cut out of a model, the model's modules."""
+        if self._layers[0] is not module:
+            self._layers = module, Layers(module.children() if self.is_cut_out else [module])
+        return self._layers[1]
 
     def another(self) -> nn.Module:
         """Returns another module from the factory, not the one to be trained."""

@@ -1,9 +1,11 @@
-"""Models that torch.compile has made: they run as they were written, since compiled code needs all its layers at once."""
+"""Models that torch.compile has made run as they were written, since compiled code needs all its layers at once; layers may be
+compiled here one by one."""
 
+import importlib
 import inspect
 import itertools
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -11,6 +13,9 @@ from torch import nn
 SAID = (
     "the model was compiled; here its layers run one by one and as they were written, which may round the last bits otherwise"
 )
+_CALLED = "_compiled_call_impl"
+"""Attribute of a module with what is called instead of its `_call_impl`."""
+_MOST_VERSIONS = 1 << 12
 
 
 def original(model: object) -> object:
@@ -25,7 +30,7 @@ def is_compiled(model: object) -> bool:
     if isinstance(model, list | tuple):
         return any(map(is_compiled, model))
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    wrapped = any(_is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None for module in modules)
+    wrapped = any(_is_wrapper(module) or getattr(module, _CALLED, None) is not None for module in modules)
     own = (value for module in modules for value in vars(module).values())
     methods = (method for kind in {type(module) for module in modules} for method in _methods_of(kind))
     return wrapped or any(map(_is_made, itertools.chain(own, methods)))
@@ -34,6 +39,44 @@ def is_compiled(model: object) -> bool:
 def as_written(model: object) -> AbstractContextManager[object]:
     """A context in which the model's compiled modules and methods run the code that they were made of."""
     return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
+
+
+@contextmanager
+def compiler_at_work(wanted: bool) -> Iterator[None]:
+    """A context in which layers may be compiled, all in this process: torch's compile workers would each hold the libraries a
+    second time. Loads the compiler if it is wanted."""
+    if not wanted:
+        yield
+        return
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    # One code serves a class in all its kinds, modes and numbers of rows: past torch's limit of 8 it would run as written.
+    many = dynamo.patch(recompile_limit=_MOST_VERSIONS, accumulated_recompile_limit=_MOST_VERSIONS)
+    with many, inductor.patch(compile_threads=1):
+        importlib.import_module("torch._inductor.compile_fx")
+        yield
+
+
+class Layers:
+    """Modules that run compiled inside this context, as after `module.compile(dynamic=False)`. Equal ones share their code,
+    whose inputs are the weights: these may come and go."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """Of `modules` those that hold other modules are compiled: a Linear or a norm alone gains nothing."""
+        chosen = [module for module in modules if any(module.children())]
+        self._compiled = [(module, torch.compile(module._call_impl, dynamic=False)) for module in chosen]
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def __enter__(self) -> None:
+        for module, compiled in self._compiled:
+            vars(module)[_CALLED] = compiled
+
+    def __exit__(self, *_: object) -> None:
+        for module, _compiled in self._compiled:
+            vars(module).pop(_CALLED, None)
 
 
 def _is_wrapper(module: nn.Module) -> bool:

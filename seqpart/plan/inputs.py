@@ -40,7 +40,7 @@ from seqpart.model.tiling import starts_of
 from seqpart.plan.plan import Plan, PlanRequest
 from seqpart.plan.unfreezing import late_parameters
 from seqpart.profile.blocks import BlockCost, measure_chain, measure_loss, refuse_lost_gradients
-from seqpart.profile.fake_mode import quiet_log
+from seqpart.profile.fake_mode import FakeMode, quiet_log
 from seqpart.profile.initial_weights import initial_weights
 from seqpart.profile.machine import MEASURED, existing
 from seqpart.profile.partition import LossCost
@@ -138,6 +138,8 @@ class Inputs:
         )  # fmt: skip
         self.counted_at, self._measured_loss = cache(self._measure), cache(self._measure_loss)
         self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
+        if settings.compile:
+            self._let_compile()
         self.costs_at = cache(self.trials.refined)
         self.row_pack = RowPacks(self.counted_at, self.full_batch, settings.cache_type if self.alone else None)
         if (micro := settings.micro_batch_size) is not None and micro > self.largest_batch:
@@ -145,6 +147,23 @@ class Inputs:
         warm_up(device)  # threads that start later would have their stacks charged to the limit
         with self.under_limit(), self._explained():
             self._check_model(trains)
+
+    def _let_compile(self) -> None:
+        """Lets all blocks run compiled. Raises OptionError where they cannot."""
+        if not self.device.shares_memory or not self.trials.are_to_come:
+            raise OptionError(
+                f"--compile goes with the CPU, and a /proc that can be written to; found {self.device.name}. Leave it out."
+            )
+        found: dict[object, bool] = {}
+        for block in self.chain:
+            if block.same_as not in found:
+                found[block.same_as] = bool(block.layers_of(block.fake(FakeMode())[0]))
+            block.compiles = found[block.same_as]
+        if not any(found.values()):
+            raise OptionError(
+                "--compile: expected layers that hold other modules; found none among the blocks. Leave it out, or give layers "
+                "as modules of their own: nn.Sequential(nn.Linear(...), nn.ReLU()) is one."
+            )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -282,6 +301,7 @@ class Inputs:
         available = self.limit - margin_of(self.limit) - self.trials.held() - self.reading.held
         if available <= 0:
             return False
+        self.trials.beside = self.reading.held
         fresh = [self.trials.run(rows, first, last, available) for rows, first, last in wanted]
         if not any(fresh):
             return False

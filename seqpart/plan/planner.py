@@ -131,7 +131,7 @@ class Planner(Inputs):
             # A kept heap is touched as a whole: what an LSTM reserves and does not touch made it larger than planned.
             may_keep_heap=device.keeps_heap and request.may_keep_heap and not any(cost.untouched for cost in costs),
             boundary_tiers=("device", "host" if not shares or self.settings.ram_limit else "disk"),
-            graph_tiers=self._graph_tiers() if self.settings.method == "auto" else (),
+            graph_tiers=self._graph_tiers() if self.settings.method == "auto" and not self.settings.compile else (),
             host_room=budget // (1 if shares else 2), host_budget=budget,
         )  # fmt: skip
 
@@ -152,7 +152,7 @@ class Planner(Inputs):
         draft: a plan that is made faster and uses nearly always the same, for the first of these runs.
         """
         with self.under_limit():
-            if draft is not None and self.trials.are_to_come:
+            if draft is not None and self.trials.are_to_come and not self.settings.compile:  # each number of rows takes long
                 with suppress(DoesNotFit):  # which `plan` says
                     self.try_blocks(self._used_by(draft()))
             while True:
@@ -160,11 +160,13 @@ class Planner(Inputs):
                     prepared = plan()
                 except DoesNotFit as refusal:  # the limit that it names must be one that fits
                     rows = refusal.rows or min(planning.possible_micro_batches(self.problem(self.request)))
-                    if self.try_blocks([(rows, 0, len(self.chain))]):
-                        continue
-                    if refusal.smallest is None or not (more := self.trials.unmeasured(rows)):
+                    with suppress(DoesNotFit):  # without room for the compiler, which is part of `least_limit`
+                        if self.try_blocks([(rows, 0, len(self.chain))]):
+                            continue
+                    least = self.trials.least_limit(rows, refusal.smallest or 0)
+                    if refusal.smallest is None or least <= refusal.smallest:
                         raise
-                    raise refused(refusal.message, refusal.smallest + more, rows, tried=False) from None
+                    raise refused(refusal.message, least, rows, tried=False) from None
                 if not self.try_blocks(self._used_by(prepared)):
                     return prepared
 
@@ -223,7 +225,7 @@ class Planner(Inputs):
         reasons = (*reasons, *self._recovery_reasons(recovery))
         if self.chain.head is not None:
             reasons = (*reasons, self.chain.head.said(request.loss_chunks))
-        reasons = (*reasons, *self.chain.said, *self.reading.said, *self.trials.untold)
+        reasons = (*reasons, *self.chain.said, *self.reading.said, *self.trials.said)
         whole = self.chain.whole
         reasons = (*reasons, *stages_in_words(whole, block_costs[: len(whole)], self.late, self.settings.frozen))
         optimizers = self._optimizers(candidate)

@@ -8,9 +8,11 @@ In this process and not in a child: a child would hold the imported libraries, 3
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -19,10 +21,11 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from seqpart.device.compiler import back_propagate, without_symbols
 from seqpart.device.device import Device
 from seqpart.device.heap import page_faults, seconds_per_fault
-from seqpart.device.limit import Grant
+from seqpart.device.limit import Grant, limit_for, refused
 from seqpart.device.pages import round_up
-from seqpart.device.usage import HighWater, Reservations
-from seqpart.errors import ModelError
+from seqpart.device.sampler import Sampler
+from seqpart.device.usage import HighWater, MemoryUsage, Reservations
+from seqpart.errors import DoesNotFit, ModelError
 from seqpart.interrupts import put_off
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import Kind, remembered, structure_of
@@ -32,6 +35,7 @@ from seqpart.model.tensors import run_fake, with_tensors
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.fake_mode import FakeMode, real_module
 from seqpart.store.layout import LINE
+from seqpart.units import format_seconds, format_size
 
 _LOGGER = logging.getLogger("seqpart.planning")
 
@@ -85,6 +89,10 @@ _UNMEASURED = 32 << 20
 """Allowance in bytes for blocks not yet run: an LSTM's library took 10 MB more than was counted, and a convolution's 24."""
 _FEW = 2
 """Rows of a first small trial, from which larger ones are estimated: one row would be too few for BatchNorm."""
+_CPP, _STAYS = 520 << 20, 100 << 20
+"""Least bytes planned for compiling a block: a C++ compiler in a process of its own (500 MB where it first reads torch's
+headers, and 240 MB later; none where torch's cache on disk has the code), and for the first block what stays of torch's own
+compiler."""
 _LEAST_SHARE = 0.2
 """Least share of a run's seconds that counts as computing, even if nearly all seems to be page faults: both measures vary."""
 CostsAt = Callable[[int], Sequence[BlockCost]]
@@ -107,6 +115,10 @@ class Trials:
         """Most bytes held during any trial beyond those before it: a trial accumulates gradients, and training need not."""
         self.grant: Grant = lambda *, at_rest=False: False
         """Called after each trial: generated code that it leaves is reserved and not held."""
+        self.beside = 0
+        """Bytes of the limit that other processes of the run have."""
+        self._versions, self._compiling, self._compiler_peak = 0, 0.0, 0
+        """Blocks and numbers of rows that were compiled, the seconds, and the most bytes that the compiler held."""
         self.untold: list[str] = []
         """Blocks that could not be run alone, in words: their costs are counted only."""
 
@@ -124,6 +136,15 @@ class Trials:
         return tuple(found)
 
     @property
+    def said(self) -> list[str]:
+        """Remarks for the user."""
+        compiled = (
+            f"{self._versions} kind(s) of blocks and numbers of rows were compiled in {format_seconds(self._compiling)}, for "
+            f"which {format_size(self._compiler_peak)} are planned"
+        )
+        return [*self.untold, *([compiled] if self._versions else [])]
+
+    @property
     def are_to_come(self) -> bool:
         """True if blocks can be run, and none was."""
         return self._meter.works and not self._found
@@ -133,14 +154,23 @@ class Trials:
         kinds = (self._kind(number, cost) for number, cost in enumerate(self._costs_at(rows)) if number >= self.first)
         return all(any(count >= rows for count in self._found.get(kind, {})) for kind in kinds)
 
-    def unmeasured(self, rows: int) -> int:
-        """Bytes that a suggested limit adds for trials under it: an allowance for blocks not yet run with so many rows, and
-        kernels of narrow floats for two more numbers of rows, which are kept."""
+    def least_limit(self, rows: int, smallest: int) -> int:
+        """The limit to suggest instead of `smallest`, at which trials have room: an allowance for blocks not yet run with so
+        many rows, kernels of narrow floats for two more numbers of rows, which are kept, and the compiler."""
         costs = self._costs_at(rows)
         kinds = {self._kind(number, cost) for number, cost in enumerate(costs) if number >= self.first}
         types = {self._autocast, *(spec.dtype for cost in costs for spec in cost.layout.specs)}
         kernels = 2 * _KERNELS * len(kinds) if self._device.shares_memory and types.intersection(_NARROW) else 0
-        return kernels + (0 if self.has_run(rows) else _UNMEASURED)
+        if self.has_run(rows):
+            return smallest + kernels
+        stays, compiler = 0, 0
+        if any(block.compiles for block in self._chain):
+            stays, compiler = 0 if self._versions else _STAYS, limit_for(self._to_compile() + self.beside + _UNMEASURED)
+        return max(smallest + stays + kernels + _UNMEASURED, compiler)
+
+    def _to_compile(self) -> int:
+        """Bytes held while a block is compiled, as far as known before."""
+        return self._meter.now() + _CPP + (0 if self._versions else _STAYS)
 
     def held(self) -> int:
         """Bytes held now, after cached memory was returned to the system."""
@@ -152,10 +182,12 @@ class Trials:
 
         Blocks that take more than `available` bytes alone are left out: their counted cost stands. Returns True if any was run.
         """
-        fresh, costs = False, self._costs_at(rows)
+        fresh, costs, most = False, self._costs_at(rows), available + self._meter.now()
         for number in range(max(first, self.first), last) if self._meter.works else ():
             known = self._found.setdefault(self._kind(number, costs[number]), {})
             if rows not in known and _alone(costs[number]) <= available:
+                if self._chain[number].compiles:
+                    self._compile(number, rows, most)
                 known[rows], fresh = self._measured(number, rows, available), True
                 self.grant()
         return fresh
@@ -164,10 +196,11 @@ class Trials:
         """Rows left over when `batches` are cut into `micro_batches`, if trials must run them too.
 
         oneDNN makes kernels of bfloat16 weights for each number of rows: 5 MB a layer, for good, which the plan has to know.
-        Once memory for one was refused, it makes no other in that process.
+        Once memory for one was refused, it makes no other in that process. Compiled code is made for each, too.
         """
         layouts = (cost.layout for cost in self._costs_at(max(micro_batches)))
-        if not self._device.shares_memory or not any(spec.dtype in _NARROW for layout in layouts for spec in layout.specs):
+        narrow = any(spec.dtype in _NARROW for layout in layouts for spec in layout.specs)
+        if not self._device.shares_memory or not (narrow or any(block.compiles for block in self._chain)):
             return set()
         return {rows % size for rows in batches for size in micro_batches} - {0}
 
@@ -176,7 +209,69 @@ class Trials:
         block = self._chain[number]
         if block.same_as not in self._structures:
             self._structures[block.same_as] = _structure(block)
-        return self._structures[block.same_as], *((value.shape[1:], value.dtype) for value in cost.takes)
+        learned = self._learned if block.compiles else ()
+        takes = [(value.shape[1:], value.dtype, value.number in learned) for value in cost.takes]
+        return self._structures[block.same_as], *takes
+
+    @cached_property
+    def _learned(self) -> frozenset[int]:
+        """Values that a gradient passes, since something before them learns."""
+        found: set[int] = set()
+        for cost in self._costs_at(_FEW):
+            if cost.trainable or cost.tied or any(value.number in found for value in cost.takes):
+                found.update(value.number for value in cost.gives if value.learns)
+        return frozenset(found)
+
+    def _compile(self, number: int, rows: int, most: int) -> None:
+        """Compiles a block for so many rows, as training and evaluation call it. Raises DoesNotFit where that takes more than
+        `most` bytes together with what the process holds."""
+        block, held, began, needed = self._chain[number], self._meter.now(), time.perf_counter(), self._to_compile()
+        if needed > most:
+            raise self._no_room(needed, most)
+        _LOGGER.info("block %d of %d is compiled, %d rows", number + 1, len(self._chain), rows)
+        sampler = Sampler(MemoryUsage(self._device), limit=1 << 62)
+        sampler.start()
+        try:
+            with put_off(), _left_alone(block, self._device), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's compiler looks at gradients of tensors that have none
+                self._call_as_in_a_run(number, rows)
+        except Exception as error:
+            if self._device.is_out_of_memory(error):
+                raise self._no_room(needed + _CPP, most) from error
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ModelError(f"{block} could not be compiled: {reason}. Leave --compile out.") from error
+        finally:
+            sampler.stop()
+            self.peak = max(self.peak, sampler.peak)
+        _LOGGER.info("compiling held %s, of %s at most", format_size(sampler.peak), format_size(most))
+        peak = max(sampler.peak - self.beside, needed)
+        self.beyond, self._compiler_peak = max(self.beyond, peak - self._meter.now()), max(self._compiler_peak, peak - held)
+        self._versions, self._compiling = self._versions + 1, self._compiling + time.perf_counter() - began
+        if peak > most:
+            raise self._no_room(peak, most)
+
+    def _no_room(self, peak: int, most: int) -> DoesNotFit:
+        return refused(
+            f"compiling takes {format_size(peak)} with what the process holds (torch's compiler, and a C++ compiler beside "
+            f"it), and the limit leaves {format_size(most)} after its margin. Leave --compile out, or give more.",
+            limit_for(peak + self.beside + _UNMEASURED),
+        )  # fmt: skip
+
+    def _call_as_in_a_run(self, number: int, rows: int) -> None:
+        """Calls a block once in every way that a run does: code is made for each. Weights may learn or not in evaluation."""
+        module, tensors = real_module(self._chain[number], self._device.torch)
+        xs = self._rows(number, rows)
+        learn = [tensor for tensor in tensors.values() if tensor.requires_grad]
+        with with_tensors(module, tensors):
+            module.train()
+            for _ in range(2):  # the second adds to gradients that exist
+                self._train(module, tensors, xs, number)
+            module.eval()
+            for learns in (True, False):
+                for tensor in learn:
+                    tensor.requires_grad_(learns)
+                with torch.no_grad():
+                    self._forward(module, tensors, [x.detach() for x in xs], number)
 
     def _measured(self, number: int, rows: int, available: int) -> Excess:
         """Runs a block, with fewer rows where memory does not suffice: a workspace does not grow faster than its rows."""
@@ -224,7 +319,7 @@ class Trials:
                         tensors[name].copy_(buffer)
                     torch.manual_seed(draws)
                     with with_tensors(module, tensors), torch.no_grad():
-                        found.append(self._forward(module, tensors, [x.clone() for x in taken]))
+                        found.append(self._forward(module, tensors, [x.clone() for x in taken], number))
                 del found[-3]
         return all(_alike(one, found[0]) for one in found)
 
@@ -250,20 +345,20 @@ class Trials:
         with with_tensors(module, tensors):
             module.train()
             before = remembered(module.modules())
-            self._train(module, tensors, xs)
-            kept = self._kept(module, tensors, xs) if _has(module, nn.RNNBase) else 0
+            self._train(module, tensors, xs, number)
+            kept = self._kept(module, tensors, xs, number) if _has(module, nn.RNNBase) else 0
             faults = page_faults()
-            seen = self._train(module, tensors, xs)
+            seen = self._train(module, tensors, xs, number)
             faults = page_faults() - faults
             seconds = seen.forward_seconds, seen.backward_seconds
             if sum(seconds) < _SHORT:  # anything else that runs for a moment would be taken for its own time
-                again = self._train(module, tensors, xs)
+                again = self._train(module, tensors, xs, number)
                 seconds = min(seconds[0], again.forward_seconds), min(seconds[1], again.backward_seconds)
             now = remembered(module.modules())
             module.eval()
             with torch.no_grad():
                 held = self._meter.restart()
-                self._forward(module, tensors, xs)
+                self._forward(module, tensors, [x.detach() for x in xs], number)
                 inference = self._most() - held
         kept_seconds = 0.0
         if self._device.keeps_heap:
@@ -280,7 +375,7 @@ class Trials:
         )  # fmt: skip
         return found, {name for (part, name), value in now.items() if before.get((part, name)) != value}
 
-    def _kept(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]) -> int:
+    def _kept(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor], number: int) -> int:
         """Bytes of the storages that autograd saves, each rounded up to cache lines as in an offloaded graph
         (runtime/graph_offload.py)."""
         found: dict[int, int] = {}
@@ -291,7 +386,7 @@ class Trials:
             return tensor.detach()  # itself it would hold its own graph, in a cycle
 
         with saved_tensors_hooks(noted, lambda tensor: tensor):
-            graph = self._forward(module, tensors, xs)
+            graph = self._forward(module, tensors, xs, number)
         for tensor in (*xs, *tensors.values()):
             found.pop(tensor.untyped_storage().data_ptr(), None)
         del graph
@@ -299,21 +394,22 @@ class Trials:
 
     def _rows(self, number: int, rows: int) -> list[torch.Tensor]:
         """Random input rows for a block; tokens are zeros, which every vocabulary has."""
-        device, found = self._device.torch, []
+        device, found, compiles = self._device.torch, list[torch.Tensor](), self._chain[number].compiles
         for value in self._costs_at(rows)[number].takes:
             if has_gradients(value.dtype):
-                x = torch.randn(value.shape, dtype=torch.float32, device=device).to(value.dtype).requires_grad_(value.learns)
+                learns = value.learns and (not compiles or value.number in self._learned)
+                x = torch.randn(value.shape, dtype=torch.float32, device=device).to(value.dtype).requires_grad_(learns)
             else:
                 x = torch.zeros(value.shape, dtype=value.dtype, device=device)
             found.append(x)
         return found
 
-    def _train(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]) -> Excess:
+    def _train(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor], number: int) -> Excess:
         """Runs one micro-batch; returns all bytes that it took, measured as in profile/blocks.py, and the seconds."""
         entering = [x.clone() for x in xs]  # inside a chain a block's input is no leaf
         self._reservations.restart()
         held, began = self._meter.restart(), self._now()
-        ys = self._forward(module, tensors, entering)
+        ys = self._forward(module, tensors, entering, number)
         forward_seconds = self._now() - began
         forward, saved = self._most() - held, self._meter.now() - held
         roots = [y for y in ys if y.requires_grad]
@@ -344,9 +440,9 @@ class Trials:
         return most
 
     def _forward(
-        self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
+        self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor], number: int
     ) -> tuple[torch.Tensor, ...]:
-        with without_symbols(), self._device.autocast(self._autocast):
+        with without_symbols(), self._device.autocast(self._autocast), self._chain[number].compiled(module):
             return run_fake(module, tensors, *xs)
 
 

@@ -20,7 +20,7 @@ def evaluation_settings(settings: Settings, rows: int, folder: Path, weights: st
     return Settings(
         mem_limit=settings.mem_limit, method="streamed", device=settings.device, ram_limit=settings.ram_limit,
         output_dir=folder / "run", batch_size=batch, micro_batch_size=None if micro_batch is None else min(micro_batch, batch),
-        loss_chunks=settings.loss_chunks, loss=settings.loss_name,
+        loss_chunks=settings.loss_chunks, compile=settings.compile, loss=settings.loss_name,
         label_smoothing=settings.label_smoothing, optimizer="sgd", dtype=settings.dtype,
         seed=settings.seed, save_every="never", epochs=1,
         weights=settings.weights if weights is None else Path(weights), cache=settings.cache, workers=settings.workers,

@@ -248,7 +248,7 @@ class Partition:
             if any(part.training is not training for part in modules):
                 module.train(training)
             self._device.seed(self._seed, *key, block.draws_as)
-            with without_symbols(), around(modules), self.autocast():
+            with without_symbols(), around(modules), self.autocast(), block.compiled(module):
                 given = module(*(values[number] for number in block.takes))
             values.update(zip(block.gives, given, strict=True) if block.is_cut_out else ((block.gives[0], given),))
             for number in used_up:

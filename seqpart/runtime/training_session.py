@@ -55,6 +55,11 @@ def loop_settings(settings: Settings, folder: Path) -> Settings:
             f"--method {settings.method}: a loop of your own takes exact methods, which make one update of each batch: auto, "
             "full, checkpointed or streamed."
         )
+    if settings.compile:
+        raise OptionError(
+            "--compile: a loop of your own may bring batches of any size, and layers would be compiled for each in the middle "
+            "of it. Leave it out."
+        )
     given = [name for name in _OF_FIT if getattr(settings, name) not in (None, False, "auto")]
     given += ["epochs"] if settings.epochs != Settings.epochs else []
     given += ["save_every"] if settings.save_every not in (Settings.save_every, "never") else []

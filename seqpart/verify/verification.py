@@ -297,6 +297,8 @@ def _refuse(steps: int, reference: str, sweep: int, options: dict[str, Any]) -> 
         raise OptionError(f"--steps: expected a number of updates from 1 up; found {steps}.")
     if sweep < 0:
         raise OptionError(f"--sweep: expected a number of plans from 0 up; found {sweep}.")
+    if options.get("compile"):
+        raise OptionError("--compile is not verified: the plain loop that is compared runs layers as written. Leave it out.")
     exact = [method.name for method in EXACT]
     if reference not in exact:
         raise OptionError(f"--reference: expected one of {', '.join(exact)}; found {reference!r}.")

@@ -27,7 +27,7 @@ FLAGS = {
     "--freeze", "--unfreeze", "--momentum", "--clip-grad-norm",
     "--partitions", "--objective", "--kappa", "--prototype-scale", "--shuffle", "--cache-dtype", "--seed", "--model",
     "--data", "--data-dir", "--download", "--image-size", "--context", "--width", "--depth", "--heads", "--config",
-    "--weights", "--weights-partial", "--weights-dtype", "--tile", "--loss-chunks", "--tokenizer",
+    "--weights", "--weights-partial", "--weights-dtype", "--tile", "--loss-chunks", "--compile", "--tokenizer",
     "--lr-schedule", "--warmup-updates", "--ema", "--dtype", "--recovery-epochs", "--recover", "--recovery-batch-size",
     "--recovery-lr", "--save-every", "--test-every", "--eval-every", "--max-steps", "--early-stopping", "--keep-best",
     "--best-by", "--sil-inputs", "--resume",
