@@ -191,6 +191,12 @@ class Optimizer:
     names such as '*.embed*'."""
     momentum: float = 0.0
     """Momentum (sgd only)."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Rounding of weights that are bfloat16 in an optimizer step: nearest (as torch does: updates under 1/512 of a weight are
+    lost), or stochastic (the step is computed in float32, and rounded up or down by chance, so that it is right on average)."""
+    moments_dtype: Precision | None = None
+    """Type of the optimizer's state for such weights, with --rounding stochastic: fp32, or bf16 (adam, adamw and sgd;
+    rounded stochastically too). Default: fp32."""
     clip_grad_norm: Positive[float] = None
     """Clip the gradients' total norm to this: over the whole network; with sil, over each partition."""
     ema: float | None = None
@@ -212,6 +218,11 @@ class Optimizer:
     unfreeze: Annotated[str | dict[str, str] | None, Note(expected=PATTERNS, metavar="PATTERN=TIME[,...]")] = None
     """Parameters that are frozen at first and learn from a time on (exact methods only): 'backbone.*=epoch 1' (after one
     epoch) or 'embed.*=update 500' (after 500 updates), in Python {"backbone.*": "epoch 1"}. Default: none."""
+
+    @property
+    def rounded_moments(self) -> torch.dtype | None:
+        """Type of the state where steps are rounded stochastically; None: they are not."""
+        return DTYPES[self.moments_dtype or "fp32"] if self.rounding == "stochastic" else None
 
     @property
     def frozen(self) -> Frozen:

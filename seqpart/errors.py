@@ -28,7 +28,7 @@ import shlex
 from pathlib import Path
 
 _WORDS = (
-    "sil|ist|streamed|checkpointed|full|auto|mse|psl|cross-entropy|orthogonal|prototype|cached|synthetic|fp32|bf16|never|adamw?|"
+    "sil|ist|streamed|checkpointed|full|auto|mse|psl|cross-entropy|orthogonal|prototype|cached|synthetic|fp32|bf16|stochastic|never|adamw?|"
     "adafactor|sgd|lion|muon|schedulefree|adamw8bit|lion8bit|left|all|shard|keep|zero|cpu|rows|none|"
     "DIR|wandb|tensorboard|(?:cuda|xpu|mps|hip|rocm)(?::[0-9]+)?"
 )

@@ -42,6 +42,8 @@ class Options(TypedDict, total=False):
     weight_decay: float
     no_decay: str
     momentum: float
+    rounding: Literal["nearest", "stochastic"]
+    moments_dtype: Precision | None
     clip_grad_norm: Positive[float]
     ema: float | None
     lr_schedule: LrSchedule | SchedulerFactory

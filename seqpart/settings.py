@@ -89,6 +89,10 @@ class Settings(Config):
                 yield f"{flag} goes with --method auto, streamed, checkpointed or full, and with --loss cross-entropy"
         if self.no_decay and not self.weight_decay:
             yield "--no-decay: there is no weight decay to leave out. Give --weight-decay"
+        if self.moments_dtype is not None and self.rounded_moments is None:
+            yield "--moments-dtype goes with --rounding stochastic. Leave it out"
+        if self.rounded_moments is not None and self.divides_weights:
+            yield f"--rounding stochastic draws by weights' names, and {self.divides_weights} divides them. Leave it out"
         if self.ema is not None and not 0 < self.ema < 1:
             yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {self.ema}"
         if self.ema is not None and "schedulefree" in values_of(self.optimizer):

@@ -247,6 +247,7 @@ class Trainer:
         )
         # What a function returns may look at a weight as a whole.
         alone = self._optimizer is None and not {*NEED_WHOLE} & {*values_of(self.settings.optimizer)}
+        alone = alone and self.settings.rounded_moments is None
         return sizes_to_try(self.model) if streams and alone and not self.settings.compile else (0,)
 
     def count_from_start(self) -> None:

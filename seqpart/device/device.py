@@ -32,6 +32,8 @@ _ALLOCATION_FAILED = (
 _ONEDNN_FAILED = re.compile(r"could not (create|execute) a (primitive(?! desc)|memory|stream|engine)")
 """oneDNN's error texts, which name no reason: a kernel's code and scratchpad are memory. An unsupported operation fails by its
 descriptor instead."""
+_STEP, _FIRST, _SECOND = (factor - (1 << 64) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""SplitMix64's constants, as torch's int64."""
 
 
 Event = Any
@@ -228,6 +230,19 @@ class Device:
 def keyed_seed(*key: int | str) -> int:
     """Returns 63 bits from `key`: the same on every machine and in every process."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def random_words(places: torch.Tensor, key: int) -> torch.Tensor:
+    """Turns places, int64, into the random words of 64 bits at these places of the sequence `key` (SplitMix64)."""
+    places.mul_(_STEP).add_(key)
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        places.bitwise_xor_(shifted(places, shift)).mul_(factor)
+    return places.bitwise_xor_(shifted(places, 31))
+
+
+def shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """Returns a logical right shift, which fills with zeros; torch's own shift fills with the sign."""
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def host_memory_free() -> int:

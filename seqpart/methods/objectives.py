@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from seqpart.config import WITH_DIRECTIONS
-from seqpart.device.device import keyed_seed
+from seqpart.device.device import keyed_seed, random_words, shifted
 from seqpart.methods.method import SyntheticLoss, Targets
 
 _AT_ONCE = 1 << 18
@@ -23,8 +23,6 @@ _AT_ONCE = 1 << 18
 _ORTHOGONAL = 1 << 16
 """Most elements that are made orthogonal. In rows of more than 256 numbers random directions are nearly orthogonal: their
 cosines are 1 / sqrt(size), and the gain of orthogonal ones in 60 dimensions was gone at 256 (docs/objectives.md)."""
-_STEP, _FIRST, _SECOND = (factor - (1 << 64) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""SplitMix64's constants, as torch's int64."""
 
 
 class SyntheticLabels:
@@ -67,11 +65,8 @@ class SyntheticLabels:
 
     def _draw(self, classes: torch.Tensor, start: int, into: torch.Tensor) -> None:
         columns = torch.arange(start, start + into.shape[1], device=into.device)
-        bits = ((classes[:, None] << 32) + columns).mul_(_STEP).add_(self._key)
-        for shift, factor in ((30, _FIRST), (27, _SECOND)):
-            bits.bitwise_xor_(_shifted(bits, shift)).mul_(factor)
-        bits.bitwise_xor_(_shifted(bits, 31))
-        into.copy_(_shifted(bits, 41)).add_(0.5).mul_(2.0**-23)  # 23 bits and a half: exact in float32, never 0 or 1
+        bits = random_words((classes[:, None] << 32) + columns, self._key)
+        into.copy_(shifted(bits, 41)).add_(0.5).mul_(2.0**-23)  # 23 bits and a half: exact in float32, never 0 or 1
         if self._normal:
             into.mul_(2).sub_(1).erfinv_().mul_(2**0.5)
 
@@ -83,11 +78,6 @@ def _orthogonal(rows: torch.Tensor) -> torch.Tensor:
     left, _, right = torch.linalg.svd(rows.cpu().double(), full_matrices=False)
     nearest: torch.Tensor = left @ right
     return nearest.to(rows)
-
-
-def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """Returns a logical right shift, which fills with zeros; torch's own shift fills with the sign."""
-    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def has_positions(shape: tuple[int, ...], label_shape: tuple[int, ...]) -> bool:

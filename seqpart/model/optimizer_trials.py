@@ -81,7 +81,7 @@ def kind_of(spec: TensorSpec, group: str = "") -> TensorSpec:
 
 def groups_of(build: BuildNamed, parameters: Mapping[str, TensorSpec]) -> dict[str, str]:
     """Returns {name: its group's number} of parameters of these names; "" for one that is in no group."""
-    with _without_numbers():
+    with without_compiler(), _without_numbers():
         made = [nn.Parameter(_zeros(spec)) for spec in parameters.values()]
         groups = build(made, list(parameters)).param_groups
     places = {id(one): str(number) for number, group in enumerate(groups) for one in group["params"]}

@@ -32,6 +32,7 @@ from seqpart.model.optimizer_trials import (
     looks_at_whole,
     temporaries,
 )
+from seqpart.model.rounding import NARROW, ROOM, RoundingSteps, average_into
 from seqpart.model.scheduler import Groups, Scheduler, SchedulerFactory, note_rates, tune
 from seqpart.store.layout import Layout, TensorSpec, spec_of
 
@@ -66,6 +67,8 @@ class Optimizer:
     """Numbers that a step updates at once, if it does so on slices of parameters."""
     is_schedule_free: bool = False
     """True if tests use other weights than training: its `eval()` makes them."""
+    moments: torch.dtype | None = None
+    """Type of the state of weights in bfloat16 whose steps are rounded stochastically; None: steps are the optimizer's."""
     found: Found = field(default_factory=Found, compare=False, repr=False)
     """Results of its trials, by kind of parameter."""
 
@@ -76,7 +79,15 @@ class Optimizer:
 
     def step_room(self, largest: int) -> int:
         """Bytes that a step takes beside the state. largest: bytes of the largest parameter."""
+        if self.moments is not None:
+            return (0 if self.in_slices else 2 * largest * (2 + self.temporaries)) + min(ROOM, 20 * largest)
         return self.temporaries * (largest if self.slice is None else min(largest, 4 * self.slice))
+
+    @functools.cached_property
+    def in_slices(self) -> bool:
+        """True if weights in bfloat16 are updated a slice at a time."""
+        with tried(self.name):
+            return isinstance(built := self.build([_example()]), RoundingSteps) and built.in_slices
 
     @property
     def averages(self) -> bool:
@@ -185,7 +196,8 @@ class Adopted:
             self._state.take(parameter, named(name), {spec.name: views[f"{name}.{spec.name}"] for spec in state})
         if self._choice.average is not None and parameters:
             pairs = [(views[f"{name}.{AVERAGE}"], parameter) for name, parameter in parameters]
-            self._averaging.append(_Averaging(self._choice.average, pairs, begun))
+            names = [named(name) for name, _ in parameters] if self._choice.moments is not None else []
+            self._averaging.append(_Averaging(self._choice.average, pairs, begun, names))
 
     def restore(self) -> None:
         """Once the state has come: gives the optimizer what it knew besides tensors. Raises CorruptFile for what none wrote."""
@@ -204,13 +216,16 @@ class Adopted:
                 tune(self.optimizer, rate)
             self._rate = rate if isinstance(rate, float) else 1.0
 
-    def step(self) -> None:
-        """Makes a step. Raises OptionError for state that the plan has no room for."""
+    def step(self, *place: int) -> None:
+        """Makes a step. place: run seed, stage and update, for rounding. Raises OptionError for state that the plan has no room
+        for."""
+        if isinstance(self.optimizer, RoundingSteps):
+            self.optimizer.at(*place)
         take_step(self.optimizer)
         with self._told():
             self._state.settle()
         for averaging in self._averaging:
-            averaging()
+            averaging(*place)
 
     def write(self) -> None:
         """Writes what the optimizer knows besides tensors into the views, before these are saved. Raises OptionError."""
@@ -269,16 +284,23 @@ class _Averaging:
     """Averages parameters after each step as torch.optim.swa_utils.AveragedModel does: after the first step the averages are
     the parameters themselves."""
 
-    def __init__(self, decay: float, pairs: Iterable[tuple[torch.Tensor, nn.Parameter]], begun: bool) -> None:
-        self._take, self._begun = get_ema_multi_avg_fn(decay), begun  # type: ignore[no-untyped-call]
+    def __init__(
+        self, decay: float, pairs: Sequence[tuple[torch.Tensor, nn.Parameter]], begun: bool, names: Sequence[str] = ()
+    ) -> None:  # fmt: skip
+        """names: of the parameters, if averages in bfloat16 are rounded stochastically."""
+        self._take, self._begun, self._share = get_ema_multi_avg_fn(decay), begun, 1 - decay  # type: ignore[no-untyped-call]
         self._pairs: dict[torch.dtype, list[tuple[torch.Tensor, nn.Parameter]]] = {}
         for average, parameter in pairs:
             self._pairs.setdefault(average.dtype, []).append((average, parameter))
+        self._names = [name for name, (average, _) in zip(names, pairs, strict=False) if average.dtype is NARROW]
 
-    def __call__(self) -> None:
-        for pairs in self._pairs.values():
+    def __call__(self, *place: int) -> None:
+        for dtype, pairs in self._pairs.items():
             averages, parameters = [one for one, _ in pairs], [one.detach() for _, one in pairs]
-            if self._begun:
+            if self._begun and self._names and dtype is NARROW:
+                for name, average, parameter in zip(self._names, averages, parameters, strict=True):
+                    average_into(average, parameter, self._share, *place, name, AVERAGE)
+            elif self._begun:
                 self._take(averages, parameters, None)
             else:
                 torch._foreach_copy_(averages, parameters)
@@ -295,6 +317,19 @@ def twin_of(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
 def averaging(choice: Optimizer, decay: float | None) -> Optimizer:
     """`choice` with an exponential moving average of each parameter beside its state; decay None: without one."""
     return replace(choice, average=decay)
+
+
+@functools.cache
+def rounding(choice: Optimizer, moments: torch.dtype) -> Optimizer:
+    """`choice` with steps of weights in bfloat16 that are computed in float32 and rounded stochastically."""
+
+    def function(named_parameters: list[Any]) -> torch.optim.Optimizer:
+        given = named_parameters if choice.named else [parameter for _, parameter in named_parameters]
+        names = {id(parameter): name for name, parameter in named_parameters}
+        with without_compiler():
+            return RoundingSteps(choice.function(given), names, moments)
+
+    return replace(choice, function=function, named=True, moments=moments, found=Found())
 
 
 def chosen(
@@ -330,6 +365,27 @@ def refuse_joint(optimizer: Optimizer, methods: Sequence[object], *, late: bool 
             f"optimizer {optimizer.name}: its step looks at several parameters together (their norm, or their places in the "
             "list?), and each partition has an optimizer of its own. Give --method full. Elsewhere clip with --clip-grad-norm, "
             "or use an optimizer that takes each parameter by itself."
+        )
+
+
+def refuse_unrounded(optimizer: Optimizer, parameters: Iterable[TensorSpec]) -> None:
+    """Raises OptionError where steps cannot be rounded stochastically. parameters: all that learn, on which it was tried."""
+    if optimizer.moments is None:
+        return
+    option, types = "--rounding stochastic", {spec.dtype for spec in parameters}
+    if NARROW not in types:
+        found = ", ".join(sorted(str(one).removeprefix("torch.") for one in types))
+        raise OptionError(
+            f"{option} is for weights in bfloat16; found {found}. Convert the model, model.to(torch.bfloat16), or leave it out."
+        )
+    if optimizer.joint or optimizer.counts:
+        raise OptionError(
+            f"{option} makes the step of each weight by itself, and optimizer {optimizer.name} counts updates in its groups or "
+            "looks at several weights together. Take adam, adamw or sgd."
+        )
+    if optimizer.moments is NARROW and not optimizer.in_slices:
+        raise OptionError(
+            f"--moments-dtype bf16 goes with --optimizer adam, adamw or sgd; found {optimizer.name}. Leave it out: fp32."
         )
 
 

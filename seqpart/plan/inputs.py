@@ -33,7 +33,17 @@ from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.loss_chunks import Head, LossInChunks
 from seqpart.model.loss_probe import BY_NAME, judging
 from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
-from seqpart.model.optimizers import Optimizer, averaging, chosen, refuse_joint, refuse_unknown, refuse_unlike_pieces, scheduled
+from seqpart.model.optimizers import (
+    Optimizer,
+    averaging,
+    chosen,
+    refuse_joint,
+    refuse_unknown,
+    refuse_unlike_pieces,
+    refuse_unrounded,
+    rounding,
+    scheduled,
+)
 from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, reduction_of
 from seqpart.model.scheduler import refuse_unfit
 from seqpart.model.tiling import starts_of
@@ -78,7 +88,7 @@ class Inputs:
         self._why_not = ""
         """Why the loss gets one tensor of those that the model returns."""
         self.loss_chunks = loss_chunks
-        own = None if optimizer is None else self._scheduled(averaging(optimizer, settings.ema))
+        own = None if optimizer is None else self._finished(averaging(optimizer, settings.ema))
         self._optimizer, self._reuse, self.folder, self.dry = own, reuse, folder, dry
         with ExitStack() as undo:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
@@ -358,6 +368,7 @@ class Inputs:
         with quiet_log():
             for optimizer in self.possible_optimizers():
                 optimizer.try_on(every)
+                refuse_unrounded(optimizer, learns.values())
                 if divided_by:
                     refuse_unlike_pieces(optimizer, every, divided_by)
                 late = self.settings.unfreeze is not None and optimizer.counts
@@ -454,7 +465,12 @@ class Inputs:
         if settings.momentum and "sgd" not in names:
             raise OptionError("--momentum goes with --optimizer sgd; the others keep moments of their own.")
         shared = (settings.weight_decay, settings.momentum, settings.ema, settings.no_decay)
-        return tuple(self._scheduled(chosen(name, rate, *shared)) for name, rate in zip(names, rates, strict=True))
+        return tuple(self._finished(chosen(name, rate, *shared)) for name, rate in zip(names, rates, strict=True))
+
+    def _finished(self, optimizer: Optimizer) -> Optimizer:
+        """`optimizer` with its rounding and its schedule."""
+        moments = self.settings.rounded_moments
+        return self._scheduled(optimizer if moments is None else rounding(optimizer, moments))
 
     def _label_row(self) -> int:
         return self.train.label_type.itemsize * (self.train.labels.numel() // max(1, len(self.train.labels)))
@@ -473,7 +489,7 @@ class Inputs:
         if self._optimizer is not None:
             return [self._optimizer]
         names, momentum, ema = values_of(self.settings.optimizer), self.settings.momentum, self.settings.ema
-        return [self._scheduled(chosen(name, 1.0, 0.0, momentum, ema)) for name in names]
+        return [self._finished(chosen(name, 1.0, 0.0, momentum, ema)) for name in names]
 
     def loss_for(
         self, method: Method, label_bytes: int, partition: int, output_shape: tuple[int, ...], ends: bool, device: torch.device,

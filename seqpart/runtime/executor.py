@@ -281,7 +281,8 @@ class Executor:
             total = total_norm([self._norms[place] for place in sorted(self._norms)])
             clip = (self._clip, total) if total is not None else None
         stays = step.partition not in phase.streams
-        partition.update(self._rate(phase, self.position.updates), clip, stays=stays)
+        place = phase.stage, phase.share_of(self.position.updates)[0]
+        partition.update(self._rate(phase, self.position.updates), clip, stays=stays, place=place)
         if partition.optimizer is not None and phase.trains(step.partition):
             self.learning_rate = partition.optimizer.param_groups[0].get("lr")
             self.gradient_norm = clip[1] if clip is not None else None

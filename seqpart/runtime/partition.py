@@ -321,27 +321,30 @@ class Partition:
         self._state = Transfer(self._device)  # nothing to wait for in further steps of this visit
 
     def update(
-        self, rate: float | Groups = 1.0, clip: tuple[float, torch.Tensor] | None = None, *, stays: bool = False
+        self, rate: float | Groups = 1.0, clip: tuple[float, torch.Tensor] | None = None, *, stays: bool = False,
+        place: tuple[int, int] = (0, 0),
     ) -> None:  # fmt: skip
         """Makes an optimizer step at `rate` (see `tune`), with gradients clipped by `clip` (limit, total norm), then freed.
 
+        place: (stage, number of the update in it).
         stays: it is not dropped before its next forward pass, so that weights of a step on the host are loaded at once.
         """
         if self._host_steps is not None and any(self._learning):
-            self._update_on_host(self._host_steps, rate, clip, stays=stays)
+            self._update_on_host(self._host_steps, rate, clip, place, stays=stays)
             return
         self.finish_state()
         if clip is not None and self.trainable:
             nn.utils.clip_grads_with_norm_(list(self.trainable.values()), *clip)
         if self._adopted is not None:
             self._adopted.tune(rate)
-            self._adopted.step()
+            self._adopted.step(self._seed, *place)
         self.buffers.forget()
         self.changed = self.changed or self._adopted is not None or bool(self._buffered)
         self.forget_gradients()
 
     def _update_on_host(
-        self, host: HostSteps, rate: float | Groups, clip: tuple[float, torch.Tensor] | None, *, stays: bool
+        self, host: HostSteps, rate: float | Groups, clip: tuple[float, torch.Tensor] | None, place: tuple[int, int],
+        *, stays: bool,
     ) -> None:  # fmt: skip
         """Begins an optimizer step where the homes are, with gradients from the device, or from home if they waited there."""
         store, before, at_home = self._store, self.transfer, self._waiting if not self._regions else None
@@ -382,7 +385,7 @@ class Partition:
                 parameter.grad = gradient
             if clip is not None:
                 nn.utils.clip_grads_with_norm_(learning, *clip)
-            adopted.step()
+            adopted.step(self._seed, *place)
             adopted.write()
             for parameter in learning:
                 parameter.grad = None

@@ -258,7 +258,7 @@ def train_plainly(session: Run, model: object, updates: int) -> dict[tuple[int, 
             if settings.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(plain.parameters(), settings.clip_grad_norm)
             adopted.tune(rate(phase, number))
-            adopted.step()
+            adopted.step(settings.seed, phase.stage, phase.share_of(number)[0])
             adopted.optimizer.zero_grad(set_to_none=True)
             left -= 1
             if not left:

@@ -24,7 +24,7 @@ FLAGS = {
     "--epochs",
     "--batch-size", "--micro-batch-size", "--loss", "--lr", "--optimizer", "--weight-decay", "--no-decay",
     "--label-smoothing", "--mixup", "--cutmix", "--export-every", "--keep-exports",
-    "--freeze", "--unfreeze", "--momentum", "--clip-grad-norm",
+    "--freeze", "--unfreeze", "--momentum", "--rounding", "--moments-dtype", "--clip-grad-norm",
     "--partitions", "--objective", "--kappa", "--prototype-scale", "--shuffle", "--cache-dtype", "--seed", "--model",
     "--data", "--data-dir", "--download", "--image-size", "--context", "--width", "--depth", "--heads", "--config",
     "--weights", "--weights-partial", "--weights-dtype", "--tile", "--loss-chunks", "--compile", "--tokenizer",

@@ -119,8 +119,10 @@ def said(cwd, code):
         ['masked(), method="streamed"', 'masked(), method="sil", partitions=2'],
         ['normalised(), method="ist", subnets=2, local_steps=3, test_every=1, epochs=2',
          'gpt(30, 16, width=32, depth=2, heads=2), tokens, tokens, method="ist", subnets=2, partitions=2'],
+        ['nn.Sequential(*(one() for one in mlp())).to(torch.bfloat16), method="streamed", dtype="bf16", rounding="stochastic"',
+         'mlp(), method="streamed", weight_decay=0.1, no_decay="bias"'],
     ],
-    ids=["sil", "streamed", "full", "sequences", "others", "masked", "ist"],
+    ids=["sil", "streamed", "full", "sequences", "others", "masked", "ist", "rounding"],
 )  # fmt: skip
 @pytest.mark.few(1)
 def test_no_run_loads_the_compiler(tmp_path, runs):
