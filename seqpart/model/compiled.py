@@ -1,7 +1,6 @@
 """Models that torch.compile has made run as they were written, since compiled code needs all its layers at once; layers may be
 compiled here one by one."""
 
-import importlib
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator
@@ -54,7 +53,8 @@ def compiler_at_work(wanted: bool) -> Iterator[None]:
     # One code serves a class in all its kinds, modes and numbers of rows: past torch's limit of 8 it would run as written.
     many = dynamo.patch(recompile_limit=_MOST_VERSIONS, accumulated_recompile_limit=_MOST_VERSIONS)
     with many, inductor.patch(compile_threads=1):
-        importlib.import_module("torch._inductor.compile_fx")
+        from torch._inductor import compile_fx  # noqa: F401  # now, and not in the middle of a step
+
         yield
 
 
