@@ -291,10 +291,12 @@ def test_groups_that_one_parameter_does_not_show_are_refused(tmp_path):
 
 def test_the_page_about_optimizers_runs_as_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    snippet, recipe = re.findall(
+    snippet, recipe, *others = re.findall(
         r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/optimizers.md").read_text(), re.DOTALL
     )
     exec(snippet + recipe, names := {})
     assert len(names["muon_and_adamw"](list(names["model"].named_parameters()))) == 2
     accuracy, average = map(float, capsys.readouterr().out.splitlines()[-1].split())
     assert 0.5 < accuracy <= 1 and 0.5 < average <= 1
+    for other in others:
+        exec(other, {})
