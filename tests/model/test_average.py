@@ -220,6 +220,7 @@ def test_partitions_of_sil_have_each_their_own_average_of_their_own_updates(tmp_
 
 
 @pytest.mark.own_process  # what other tests have left differs between two plans
+@pytest.mark.own_process
 def test_the_plan_counts_it_like_a_moment(tmp_path):
     def planned(**options):
         model = [lambda: nn.Linear(6, 4096, bias=False), lambda: nn.Linear(4096, 4, bias=False)]
