@@ -9,6 +9,8 @@ import torch
 from seqpart.data.padding import IGNORED
 from seqpart.errors import DataError, OptionError
 
+_WHOLE = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
+
 
 def packed(
     rows: Iterable[Any], length: int, *, shifted: bool = True, token: int = 0
@@ -75,10 +77,11 @@ def _tokens(number: int, row: Any, length: int) -> tuple[torch.Tensor, torch.Ten
         tokens, labels = (torch.as_tensor(named.get(name, named["input_ids"])) for name in ("input_ids", "labels"))
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"packed: row {number}: expected whole numbers; found {error}.") from None
-    if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point() or tokens.shape != labels.shape:
+    whole = all(one.dtype in _WHOLE for one in (tokens, labels))
+    if tokens.ndim != 1 or not len(tokens) or not whole or tokens.shape != labels.shape:
         raise DataError(
             f"packed: row {number}: expected tokens, whole numbers in one dimension, and as many labels; found tokens of shape "
-            f"{tuple(tokens.shape)} ({tokens.dtype}) and labels of shape {tuple(labels.shape)}."
+            f"{tuple(tokens.shape)} ({tokens.dtype}) and labels of shape {tuple(labels.shape)} ({labels.dtype})."
         )
     if len(tokens) > length:
         raise DataError(f"packed: row {number} has {len(tokens)} tokens, and packed rows have {length}. Cut it, or give more.")
