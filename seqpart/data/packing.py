@@ -27,7 +27,7 @@ def packed(
     attend to those of their own row alone, if they keep no cache (`use_cache=False`, as in training here) and get no
     `attention_mask`. y has -100 where no label counts: where there is padding, and for the first token of each row.
 
-    Raises DataError for a row that is longer, empty, or not of whole numbers.
+    Raises DataError for a row that is longer, empty, padded, or not of whole numbers.
     """
     if length < 1:
         raise OptionError(f"packed: expected a length of at least 1; found {length}.")
@@ -73,6 +73,8 @@ def _tokens(number: int, row: Any, length: int) -> tuple[torch.Tensor, torch.Ten
     named = row if isinstance(row, Mapping) else {"input_ids": row}
     if "input_ids" not in named:
         raise DataError(f"packed: row {number}: expected input_ids; found {', '.join(map(str, named)) or 'an empty dict'}.")
+    if (mask := named.get("attention_mask")) is not None and not torch.as_tensor(mask).all():
+        raise DataError(f"packed: row {number}: expected tokens alone; found padding (attention_mask of zeros). Leave it out.")
     try:
         tokens, labels = (torch.as_tensor(named.get(name, named["input_ids"])) for name in ("input_ids", "labels"))
     except (TypeError, ValueError, RuntimeError) as error:

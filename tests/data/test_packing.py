@@ -62,6 +62,7 @@ def test_labels_of_a_prompt_do_not_count():
         ([[True, False]], "row 0: expected tokens, whole numbers"),
         ([{"tokens": [1]}], "expected input_ids; found tokens"),
         ([["a"]], "row 0: expected whole numbers"),
+        ([{"input_ids": [1, 2]}, {"input_ids": [1, 0], "attention_mask": [1, 0]}], r"row 1: .* \(attention_mask of zeros\)"),
         ([], "at least one row"),
     ],
 )
