@@ -182,8 +182,8 @@ class Optimizer:
     optimizer: PerPartition[OptimizerName] = "adamw"
     """adamw, adam (the same without --weight-decay) or sgd; adafactor (its state is one row and one column per matrix; --lr is
     relative to the parameter's scale, and torch's default is 0.01); lion; muon (hidden matrices, with AdamW for the rest);
-    schedulefree (AdamW, tested by its average); adamw8bit or lion8bit (state of 2 or 1 bytes per number). Per partition.
-    schedulefree, and on a GPU lion and those in 8 bits, need pip install 'seqpart[lowbit]'."""
+    schedulefree (AdamW; its average is tested at the end); adamw8bit or lion8bit (state of 2 or 1 bytes per number). Per
+    partition. schedulefree, and on a GPU lion and those in 8 bits, need pip install 'seqpart[lowbit]'."""
     weight_decay: float = 0.0
     """Weight decay of the optimizer."""
     no_decay: str = ""

@@ -9,6 +9,8 @@ import torch
 from seqpart.data.padding import IGNORED
 from seqpart.errors import DataError, OptionError
 
+_WHOLE = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
+
 
 def packed(
     rows: Iterable[Any], length: int, *, shifted: bool = True, token: int = 0
@@ -25,7 +27,7 @@ def packed(
     attend to those of their own row alone, if they keep no cache (`use_cache=False`, as in training here) and get no
     `attention_mask`. y has -100 where no label counts: where there is padding, and for the first token of each row.
 
-    Raises DataError for a row that is longer, empty, or not of whole numbers.
+    Raises DataError for a row that is longer, empty, padded, or not of whole numbers.
     """
     if length < 1:
         raise OptionError(f"packed: expected a length of at least 1; found {length}.")
@@ -71,14 +73,17 @@ def _tokens(number: int, row: Any, length: int) -> tuple[torch.Tensor, torch.Ten
     named = row if isinstance(row, Mapping) else {"input_ids": row}
     if "input_ids" not in named:
         raise DataError(f"packed: row {number}: expected input_ids; found {', '.join(map(str, named)) or 'an empty dict'}.")
+    if (mask := named.get("attention_mask")) is not None and not torch.as_tensor(mask).all():
+        raise DataError(f"packed: row {number}: expected tokens alone; found padding (attention_mask of zeros). Leave it out.")
     try:
         tokens, labels = (torch.as_tensor(named.get(name, named["input_ids"])) for name in ("input_ids", "labels"))
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"packed: row {number}: expected whole numbers; found {error}.") from None
-    if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point() or tokens.shape != labels.shape:
+    whole = all(one.dtype in _WHOLE for one in (tokens, labels))
+    if tokens.ndim != 1 or not len(tokens) or not whole or tokens.shape != labels.shape:
         raise DataError(
             f"packed: row {number}: expected tokens, whole numbers in one dimension, and as many labels; found tokens of shape "
-            f"{tuple(tokens.shape)} ({tokens.dtype}) and labels of shape {tuple(labels.shape)}."
+            f"{tuple(tokens.shape)} ({tokens.dtype}) and labels of shape {tuple(labels.shape)} ({labels.dtype})."
         )
     if len(tokens) > length:
         raise DataError(f"packed: row {number} has {len(tokens)} tokens, and packed rows have {length}. Cut it, or give more.")

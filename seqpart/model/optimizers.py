@@ -66,7 +66,7 @@ class Optimizer:
     slice: int | None = None
     """Numbers that a step updates at once, if it does so on slices of parameters."""
     is_schedule_free: bool = False
-    """True if tests use other weights than training: its `eval()` makes them."""
+    """True if its `eval()` makes other weights than those that are trained: a result of their own, tested at the end."""
     moments: torch.dtype | None = None
     """Type of the state of weights in bfloat16 whose steps are rounded stochastically; None: steps are the optimizer's."""
     found: Found = field(default_factory=Found, compare=False, repr=False)
@@ -91,7 +91,7 @@ class Optimizer:
 
     @property
     def averages(self) -> bool:
-        """True if tests use other weights than those that are trained: averages that its state holds."""
+        """True if its state holds averages of the weights, which are a result of their own, tested at the end."""
         return self.average is not None or self.is_schedule_free
 
     @functools.cached_property

@@ -57,8 +57,12 @@ def test_labels_of_a_prompt_do_not_count():
         ([[[1, 2]]], r"row 0: .* found tokens of shape \(1, 2\)"),
         ([[1], []], "row 1: expected tokens"),
         ([{"input_ids": [1, 2], "labels": [1]}], "as many labels"),
+        ([{"input_ids": [1, 2], "labels": [0.5, 1.7]}], r"labels of shape \(2,\) \(torch.float32\)"),
+        ([torch.ones(2, dtype=torch.complex64)], "row 0: expected tokens, whole numbers"),
+        ([[True, False]], "row 0: expected tokens, whole numbers"),
         ([{"tokens": [1]}], "expected input_ids; found tokens"),
         ([["a"]], "row 0: expected whole numbers"),
+        ([{"input_ids": [1, 2]}, {"input_ids": [1, 0], "attention_mask": [1, 0]}], r"row 1: .* \(attention_mask of zeros\)"),
         ([], "at least one row"),
     ],
 )
