@@ -29,8 +29,10 @@ def packed(
 
     Raises DataError for a row that is longer, empty, padded, or not of whole numbers.
     """
-    if length < 1:
-        raise OptionError(f"packed: expected a length of at least 1; found {length}.")
+    if not isinstance(length, int) or not isinstance(token, int) or length < 1:
+        raise OptionError(
+            f"packed: expected a length of at least 1 and a token, whole numbers; found {length!r} and {token!r}."
+        )
     pairs = [_tokens(number, row, length) for number, row in enumerate(rows)]
     places = _places([len(tokens) for tokens, _ in pairs], length)
     count = 1 + max((bin for bin, _ in places), default=-1)

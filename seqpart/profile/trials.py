@@ -236,9 +236,10 @@ class Trials:
                 warnings.simplefilter("ignore")  # torch's compiler looks at gradients of tensors that have none
                 self._call_as_in_a_run(number, rows)
         except Exception as error:
-            if self._device.is_out_of_memory(error):
+            if self._device.is_out_of_memory(error) or "out of memory" in str(error):  # or the C++ compiler's
                 raise self._no_room(needed + _CPP, most) from error
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            lines = str(error).splitlines() or [type(error).__name__]
+            reason = next((line.strip() for line in lines if "error:" in line), lines[0])
             raise ModelError(f"{block} could not be compiled: {reason}. Leave --compile out.") from error
         finally:
             sampler.stop()

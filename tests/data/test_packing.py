@@ -71,9 +71,10 @@ def test_what_cannot_be_packed_is_refused_with_its_place(rows, words):
         packed(rows, 8)
 
 
-def test_a_length_of_nothing_is_refused():
-    with pytest.raises(OptionError, match="at least 1"):
-        packed([[1]], 0)
+@pytest.mark.parametrize("options", [{"length": 0}, {"length": 8.0}, {"length": "8"}, {"length": 8, "token": 1.5}], ids=str)
+def test_a_length_or_token_that_is_none_is_refused(options):
+    with pytest.raises(OptionError, match="expected a length of at least 1 and a token, whole numbers; found"):
+        packed([[1]], **options)
 
 
 def llama(kind="Llama", implementation="sdpa"):
