@@ -25,7 +25,7 @@ ARMS = {
     "ist, 8 subnets": ("ist", 8),
 }  # fmt: skip
 STEP = 256
-QUICK = {"limit": "320MB", "step": 512, "arms": ("ist, 2 subnets",)}
+QUICK = {"limit": "400MB", "step": 1024, "arms": ("ist, 2 subnets",)}
 
 
 def network(width: int) -> list[object]:

@@ -94,6 +94,7 @@ def test_a_run_goes_on_with_the_plan_that_it_had_however_fast_the_machine_is_now
 
 
 @pytest.mark.slow
+@pytest.mark.own_process
 def test_with_another_limit_the_cut_is_as_before_and_the_rest_is_chosen_anew(runtime, tmp_path):
     directory, before = stopped(tmp_path, **way(tmp_path, "streamed, in little more than the least", runtime))
     now = trainer(tmp_path, method="streamed").fit(data(2 * ROWS), resume=directory).plan
