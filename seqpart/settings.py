@@ -63,6 +63,16 @@ class Settings(Config):
         return not all(method.stays for method in self.methods)
 
     @property
+    def is_exact(self) -> bool:
+        """True if updates are those of a plain loop over whole batches: exact methods but psl, which takes scores in pairs."""
+        return self.methods[0].exact and not self.methods[0].in_pairs
+
+    @property
+    def whole_weights(self) -> list[str]:
+        """Names of the optimizers that need each weight as a whole."""
+        return [name for name in values_of(self.optimizer) if name in NEED_WHOLE]
+
+    @property
     def averages(self) -> bool:
         """True if the result has averaged weights beside those that are trained."""
         return self.ema is not None or "schedulefree" in values_of(self.optimizer)
@@ -85,7 +95,7 @@ class Settings(Config):
         for flag, share in (("--mixup", self.mixup), ("--cutmix", self.cutmix)):
             if not 0 <= share <= MOST:
                 yield f"{flag}: expected the parameter of a Beta distribution, such as 0.2, or 0 for none; found {share}"
-            if share and (not self.methods[0].exact or self.methods[0].in_pairs or self.loss not in (None, "cross-entropy")):
+            if share and (not self.is_exact or self.loss not in (None, "cross-entropy")):
                 yield f"{flag} goes with --method auto, streamed, checkpointed or full, and with --loss cross-entropy"
         if self.no_decay and not self.weight_decay:
             yield "--no-decay: there is no weight decay to leave out. Give --weight-decay"
@@ -97,19 +107,19 @@ class Settings(Config):
             yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {self.ema}"
         if self.ema is not None and "schedulefree" in values_of(self.optimizer):
             yield "--ema does not go with --optimizer schedulefree, which averages the weights itself. Leave it out"
-        if self.unfreeze is not None and (not self.methods[0].exact or self.methods[0].in_pairs):
+        if self.unfreeze is not None and not self.is_exact:
             yield (
                 f"--unfreeze goes with --method auto, streamed, checkpointed or full; found --method {self.method}. Take one "
                 "of these, or --freeze alone"
             )
         if self.unfreeze is not None and self.ema is not None:
             yield "--unfreeze does not go with --ema, which averages from the first update on. Leave one out"
-        if self.optimizer_on == "host" and (not self.methods[0].exact or self.methods[0].in_pairs):
+        if self.optimizer_on == "host" and not self.is_exact:
             yield (
                 f"--optimizer-on host goes with --method auto, streamed, checkpointed or full; found --method {self.method}. "
                 "Leave it out"
             )
-        if self.compile and (not self.methods[0].exact or self.methods[0].in_pairs):
+        if self.compile and not self.is_exact:
             yield f"--compile goes with method auto, streamed, checkpointed or full; found --method {self.method}. Leave it out"
         if self.compile and self.tile_bytes:
             yield "--compile does not go with --tile, which replaces layers by others. Leave one out"
@@ -125,7 +135,7 @@ class Settings(Config):
         if self.export_every == EVALUATION and self.tests == lengths.AT_THE_END:
             yield "--export-every evaluation needs evaluations: give --eval-every"
         yield from self._lengths()
-        if self.divides_weights and (whole := [name for name in values_of(self.optimizer) if name in NEED_WHOLE]):
+        if self.divides_weights and (whole := self.whole_weights):
             yield f"--optimizer {whole[0]} needs each weight as a whole, and {self.divides_weights} divides it. Take another"
 
     def _lengths(self) -> Iterator[str]:

@@ -36,7 +36,6 @@ from seqpart.model.freezing import Freezing
 from seqpart.model.inspection import KeptModes
 from seqpart.model.losses import LossChoice, LossFunction
 from seqpart.model.metrics import ComputeMetrics, own_metrics
-from seqpart.model.named_optimizers import NEED_WHOLE
 from seqpart.model.optimizer_trials import Build
 from seqpart.model.optimizers import describe, refuse_divided, refuse_rateless
 from seqpart.model.quantized import PlainTensors
@@ -225,8 +224,7 @@ class Trainer:
             raise OptionError(
                 "--loss-chunks: compute_metrics takes all logits of a micro-batch at once. Leave one of them out."
             )
-        exact = self.settings.methods[0].exact and not self._in_pairs
-        chunks: tuple[int | None, ...] = (1, None) if exact and not whole_logits else (1,)
+        chunks: tuple[int | None, ...] = (1, None) if self.settings.is_exact and not whole_logits else (1,)
         if again is not None or asked is not None:
             chunks = (again.loss_chunks if again is not None else asked,)
         return [(size, count) for size in self.tiles(again) for count in chunks]
@@ -246,9 +244,8 @@ class Trainer:
             method.exact and method.cuts and not (method.stays or method.in_pairs) for method in self.settings.methods
         )
         # What a function returns may look at a weight as a whole.
-        alone = self._optimizer is None and not {*NEED_WHOLE} & {*values_of(self.settings.optimizer)}
-        alone = alone and self.settings.rounded_moments is None
-        return sizes_to_try(self.model) if streams and alone and not self.settings.compile else (0,)
+        whole = self._optimizer is not None or self.settings.whole_weights or self.settings.rounded_moments is not None
+        return sizes_to_try(self.model) if streams and not (whole or self.settings.compile) else (0,)
 
     def count_from_start(self) -> None:
         """Starts the sampler in a process that does nothing else: memory held while libraries loaded counts too."""

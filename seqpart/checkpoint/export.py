@@ -44,8 +44,7 @@ def export_weights(
                 if lies.stride is None:
                     out.write(bytes_of(flat)[lies.offset : lies.offset + lies.nbytes])
                 else:  # as every reader expects it: row by row
-                    view = Layout((lies,)).views(flat)[lies.name]
-                    out.write(bytes_of(view.contiguous().view(-1).view(torch.uint8)))
+                    out.write(bytes_of(_row_by_row(_view(lies, flat))))
             out.finish()
         part.replace(path)
     except OSError as error:
@@ -53,6 +52,16 @@ def export_weights(
     finally:
         remove(part)
     return len(header) + offset
+
+
+def _view(spec: TensorSpec, flat: torch.Tensor) -> torch.Tensor:
+    """The tensor that lies in the bytes of a home."""
+    return Layout((spec,)).views(flat)[spec.name]
+
+
+def _row_by_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, as every reader expects them."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 class _Homes:
@@ -71,12 +80,9 @@ class _Homes:
                 return self._flat(block.state_home, state=True), average
             far_end = next((spec for spec in state.specs if spec.name == f"{source.name}.{FAR_END}"), None)
             if far_end is not None:
-                ends = self._flat(block.home, state=False), self._flat(block.state_home, state=True)
-                trained, far = (
-                    Layout((spec,)).views(flat)[spec.name] for flat, spec in zip(ends, (source, far_end), strict=True)
-                )
-                average_of = trained.lerp(far, TO_AVERAGE).contiguous().view(-1).view(torch.uint8)
-                return average_of, replace(source, offset=0, stride=None)
+                trained = _view(source, self._flat(block.home, state=False))
+                far = _view(far_end, self._flat(block.state_home, state=True))
+                return _row_by_row(trained.lerp(far, TO_AVERAGE)), replace(source, offset=0, stride=None)
         return self._flat(block.home, state=False), source
 
     def _flat(self, name: str, *, state: bool) -> torch.Tensor:

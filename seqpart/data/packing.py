@@ -44,10 +44,8 @@ def packed(
     for (bin, start), (tokens, own) in zip(places, pairs, strict=True):
         end = start + len(tokens)
         ids[bin, start:end], positions[bin, start:end] = tokens, torch.arange(len(tokens))
-        if shifted:
-            labels[bin, start : end - 1] = own[1:]
-        else:
-            labels[bin, start + 1 : end] = own[1:]
+        first = start if shifted else start + 1
+        labels[bin, first : first + len(own) - 1] = own[1:]
         ends[bin] = max(ends[bin], end)
     for bin, end in enumerate(ends):
         positions[bin, end:] -= end

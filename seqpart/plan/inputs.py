@@ -564,7 +564,7 @@ class Inputs:
 def refuse_whole(settings: Settings, train: Split) -> None:
     """Raises ModelError where a loss cannot be computed over chunks of positions, whatever the model."""
     why = ""
-    if not settings.methods[0].exact or settings.methods[0].in_pairs:
+    if not settings.is_exact:
         why = f"goes with --method auto, full, checkpointed or streamed; found {settings.method}"
     elif train.label_form or train.labels.is_floating_point() or (train.labels.ndim < 2 and train.labelled):
         why = "goes with labels that are classes of positions, (rows, positions)"

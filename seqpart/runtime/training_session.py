@@ -25,7 +25,6 @@ from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.fields import flag_of
 from seqpart.intake import batch_rows, kept_rows
 from seqpart.interrupts import Interrupts
-from seqpart.methods import methods_named
 from seqpart.model.metrics import ComputeMetrics, Metrics, own_metrics
 from seqpart.plan.planner import ExecutionPlan
 from seqpart.runtime.observer import Observer
@@ -49,8 +48,7 @@ _OF_FIT = (
 def loop_settings(settings: Settings, folder: Path) -> Settings:
     """Returns the settings of a session, with all files in `folder` where there is no output directory. Raises OptionError for
     those it cannot honour."""
-    methods = methods_named(settings.method)
-    if not methods[0].exact or methods[0].in_pairs:
+    if not settings.is_exact:
         raise OptionError(
             f"--method {settings.method}: a loop of your own takes exact methods, which make one update of each batch: auto, "
             "full, checkpointed or streamed."

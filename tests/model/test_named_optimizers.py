@@ -1,6 +1,5 @@
 """Optimizers chosen by name train as their libraries' own do in a plain loop, streamed, and in no more memory than planned."""
 
-import signal
 import sys
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from seqpart.errors import Interrupted, OptionError
 from seqpart.model.named_optimizers import SLICE, _Nearest, _values
 from seqpart.model.optimizers import choose
 from seqpart.store.layout import spec_of
+from tests.resuming import interrupt
 
 WIDTH = 300
 DECAYED = {"lr": 1e-3, "weight_decay": 0.1}
@@ -76,7 +76,7 @@ def plain_loop(model, optimizers, epochs=3):
 
 def end_after_four(event):
     if event.update == 4:
-        signal.raise_signal(signal.SIGINT)
+        interrupt()
 
 
 def streamed(model, name, folder, **options):
