@@ -78,6 +78,7 @@ def test_what_shared_memory_shares_it_again_also_with_what_somebody_else_holds(t
     assert held.unique().tolist() == [3.0]
 
 
+@pytest.mark.own_process  # a heap that thousands of tests used may hold so large a piece free, and keep it
 def test_the_memory_of_a_module_is_free_while_it_is_away_and_counted(tmp_path):
     module = nn.Linear(4096, 4096)
     given = LiveModules(as_chain([module]), tmp_path)

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from seqpart.device.device import Device
 from seqpart.device.usage import MemoryUsage, Reading, read_process, read_tree
@@ -31,11 +30,21 @@ def child():
         process.stdin.write(b"\n")
 
 
+def touch(memory):
+    for page in range(0, SIZE, mmap.PAGESIZE):
+        memory[page] = 1
+
+
+def private():
+    """SIZE bytes of the kernel's own, not of the heap, which may hold them free already and keep them when they are freed."""
+    return mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def test_anonymous_memory_is_seen_when_it_is_touched_and_again_when_it_is_freed():
     before = read_process()
-    held = torch.ones(SIZE, dtype=torch.uint8)
-    during = read_process()
-    del held
+    with private() as held:
+        touch(held)
+        during = read_process()
     after = read_process()
     assert abs(during.anon - before.anon - SIZE) < SLACK
     assert abs(after.anon - before.anon) < SLACK
@@ -43,17 +52,16 @@ def test_anonymous_memory_is_seen_when_it_is_touched_and_again_when_it_is_freed(
 
 def test_memory_that_is_reserved_and_not_touched_counts_as_data_only():
     before = read_process()
-    held = torch.empty(SIZE, dtype=torch.uint8)
-    during = read_process()
+    with private():
+        during = read_process()
     assert abs(during.anon - before.anon) < SLACK
     assert abs(during.data - before.data - SIZE) < SLACK
-    del held
 
 
 def test_shared_memory_is_seen_apart():
     before = read_process()
     with mmap.mmap(-1, SIZE) as shared:
-        shared.write(bytes(SIZE))
+        touch(shared)
         during = read_process()
     assert abs(during.shmem - before.shmem - SIZE) < SLACK
     assert abs(during.anon - before.anon) < SLACK
@@ -62,11 +70,10 @@ def test_shared_memory_is_seen_apart():
 def test_the_gauge_counts_anonymous_and_shared_memory_of_this_process():
     usage = MemoryUsage(Device())
     before = usage.read()
-    held = torch.ones(SIZE, dtype=torch.uint8)
-    with mmap.mmap(-1, SIZE) as shared:
-        shared.write(bytes(SIZE))
+    with private() as held, mmap.mmap(-1, SIZE) as shared:
+        touch(held)
+        touch(shared)
         assert abs(usage.read() - before - 2 * SIZE) < SLACK
-    del held
     assert "RssAnon + RssShmem" in usage.source
 
 
