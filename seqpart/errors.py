@@ -157,6 +157,10 @@ class LimitExceeded(SeqpartError):
     exit_code = 4
 
 
+class OtherRank(SeqpartError):
+    """Another process of a run under torchrun has ended."""
+
+
 class OutOfMemory(SeqpartError):
     exit_code = 4
 

@@ -72,10 +72,11 @@ class Interrupts:
     Outside the main thread, and for signals that nobody handles in Python, nothing changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, agreed: bool = False) -> None:
+        """agreed: signals, also second ones, wait until several processes `agree` that they have come."""
         self._before: dict[int, Any] = {}
         self._waiting: int | None = None
-        self._held = False
+        self._held, self._agreed, self._agrees = False, False, agreed
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -118,17 +119,28 @@ class Interrupts:
     @property
     def waiting(self) -> bool:
         """True if a signal has come that was not handled yet."""
+        return self._agreed if self._agrees else self.has_come
+
+    @property
+    def has_come(self) -> bool:
+        """True if a signal has come to this process."""
         return self._waiting is not None
+
+    def agree(self, *, came: bool) -> None:
+        """Notes that a signal has come to this process or to another."""
+        self._agreed = came
+        if came and self._waiting is None and self._before:
+            self._waiting = signal.SIGTERM if signal.SIGTERM in self._before else next(iter(self._before))
 
     def check(self) -> None:
         """Handles a pending signal at a safe point, by the handler that was set before."""
-        if self._held:
+        if self._held or (self._agrees and not self._agreed):
             return
         number, self._waiting = self._waiting, None
         if number is not None:
             self._before[number](number, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._waiting is not None and not self._held:
+        if self._waiting is not None and not self._held and not self._agrees:
             self._before[number](number, frame)
         self._waiting = number

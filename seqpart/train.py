@@ -20,6 +20,7 @@ from seqpart.cli.job import DIGITS, Job, opened, saved_plan, smallest_limit_name
 from seqpart.data.splits import Split
 from seqpart.device.device import Device
 from seqpart.device.limit import translate_oom
+from seqpart.device.ranks import begun_before, leads
 from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, StoreError, shown
 from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.model.weight_files import MODEL
@@ -127,9 +128,9 @@ def _train(arguments: list[str], *, alone: bool) -> None:
         raise OptionError("--dry-run trains nothing that --trace could show: leave one of them out.")
     if job.quiet and job.print_schedule:
         raise OptionError("--quiet and --print-schedule: leave one of them out.")
-    if not job.dry_run:
-        refuse_taken_places(job.output_dir, job.resume, overwrite=job.overwrite)
-    reuse, reporter = saved_plan(job), Reporter(quiet=job.quiet, flags=True)
+    if not job.dry_run and leads():
+        refuse_taken_places(job.output_dir, job.resume or begun_before(job.output_dir), overwrite=job.overwrite)
+    reuse, reporter = saved_plan(job), Reporter(quiet=job.quiet or not leads(), flags=True)
     if not job.resume and not has_flag(arguments, "--method"):
         reporter.say(NO_METHOD)
     with ExitStack() as stack:
@@ -150,7 +151,7 @@ def _carried_out(job: Job, trainer: Trainer, train: Split, test: Split, reuse: P
     if job.print_schedule or job.plan_out or job.dry_run:
         with planning_shown(reporter), trainer.planned(train, test, reuse=reuse, dry=job.dry_run) as (_, prepared):
             pass
-        if job.plan_out:
+        if job.plan_out and leads():
             write_text(job.plan_out, prepared.plan.to_json())
         if job.dry_run:
             reporter.plan(prepared.plan)
@@ -161,6 +162,8 @@ def _carried_out(job: Job, trainer: Trainer, train: Split, test: Split, reuse: P
             reporter.say(to_text(steps, prepared.phases) + " ...")
     if not job.dry_run:
         result = trainer.fit(train, test, reuse=reuse, resume=job.resume, reporter=reporter, job=kept_options(job))
+        if not leads():
+            return
         if job.model.startswith("hf:"):
             folder = result.weights.parent / PRETRAINED
             (folder / MODEL).unlink(missing_ok=True)  # of the run that this one was to overwrite

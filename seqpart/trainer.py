@@ -1,5 +1,6 @@
 """The facade: `Trainer(model, mem_limit="2GB", method="auto").fit(train, test)`. It assembles runs and schedules nothing."""
 
+import copy
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from seqpart.arguments import (
     refuse_optimizer,
     refuse_options_beside,
 )
-from seqpart.checkpoint.resume import ResumePoint, resume_point_of
+from seqpart.checkpoint.resume import ResumePoint, refuse_other_rows_of_ranks, resume_point_of
 from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
 from seqpart.data.reading import with_fewer_workers
@@ -24,6 +25,7 @@ from seqpart.data.step_losses import StepLosses
 from seqpart.data.unlabelled import WithoutLabels, needs_labels
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
+from seqpart.device.ranks import begun_before, leads, ranks_of, refuse_ranks
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import MemoryUsage, highest
 from seqpart.errors import DoesNotFit, Interrupted, OptionError
@@ -174,7 +176,7 @@ class Trainer:
             return preparation_of(self.settings)(
                 self.model if model is None else model, self.settings, train, test, self.device,
                 final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
-                resumes=resumes, loss_chunks=loss_chunks,
+                resumes=resumes, loss_chunks=loss_chunks, ranks=ranks_of(self.device),
             )  # fmt: skip
 
     def rows(self, train: object, test: object = None) -> tuple[Split, Split]:
@@ -294,13 +296,37 @@ class Trainer:
         """
         if self._steps is not None:
             raise OptionError("fit: expected one loss; found one for each step of a session. Make the steps in `session`.")
-        while True:
-            try:
-                return self._fit(train, test, reuse, resume, reporter, job, before_update, callbacks, compute_metrics)
-            except PlanAnew as saved:
-                reuse, resume, reporter = None, saved.directory, None
-            except Interrupted as interrupted:
-                raise interrupted.with_traceback(None) from None  # where a signal came is nothing that its reader could mend
+        resume = resume or begun_before(self.settings.output_dir)
+        with ExitStack() as stack:
+            trainer = self if leads() else self._follower(stack)
+            while True:
+                try:
+                    result = trainer._fit(train, test, reuse, resume, reporter, job, before_update, callbacks, compute_metrics)
+                    return self._told(result)
+                except PlanAnew as saved:
+                    reuse, resume, reporter = None, saved.directory, None
+                except Interrupted as interrupted:
+                    raise interrupted.with_traceback(None) from None  # its reader could mend nothing where a signal came
+
+    def _follower(self, stack: ExitStack) -> "Trainer":
+        """Returns the trainer of a rank that shows and saves nothing: the first does. stack: removes its folder."""
+        output, follower = self.settings.output_dir, copy.copy(self)
+        beside = self.settings.offload_dir or (Path("runs") if output is None else output.parent)
+        folder = stack.enter_context(own_folder(beside, "rank-"))
+        follower._quiet, follower.settings = True, replace(
+            self.settings, output_dir=folder, overwrite=True, offload_dir=None, save_every="never", export_every=None,
+            keep_exports=None, trace=None, log=None,
+        )  # fmt: skip
+        return follower
+
+    def _told(self, result: Result) -> Result:
+        """Returns the result of a run: other ranks than the first have its files and figures, and a proof of their own."""
+        ranks = ranks_of(self.device)
+        ranks.tell(replace(result, config=None, model=None))
+        if not ranks.leads:
+            result = replace(ranks.told(), config=result.config, model=result.model, proof=result.proof)
+        self._trained = result.weights
+        return result
 
     def _fit(
         self, train: object, test: object, reuse: Plan | None, resume: str | Path | None, reporter: Reporter | None,
@@ -308,37 +334,48 @@ class Trainer:
         compute_metrics: ComputeMetrics,
     ) -> Result:  # fmt: skip
         """Runs one `fit`. Raises PlanAnew after it saved the run, to go on with another plan."""
-        refuse_taken_places(self.settings.output_dir, resume, overwrite=self.settings.overwrite)
         reporter = reporter or Reporter(quiet=self._quiet)
-        began = time.perf_counter()
+        began, ranks, told = time.perf_counter(), ranks_of(self.device), None
         with ExitStack() as stack:
+            telling = stack.enter_context(ExitStack())
+            telling.enter_context(ranks.telling())
+            if ranks.leads:
+                refuse_taken_places(self.settings.output_dir, resume, overwrite=self.settings.overwrite)
             sampler = self._begun(stack, reporter)
             observer = Observer(callbacks=callbacks, metrics=own_metrics(compute_metrics))
             observer = observer if before_update is None else replace(observer, before_update=before_update)
             observer = traced(self.settings.trace, observer, sampler, reporter, stack)
             observer, tracking = tracked(self.settings.trackers, observer, sampler, reporter, stack)
+            if ranks.said:
+                reporter.say(ranks.said)
             rows, tests = self.rows(train, test)
             resumed: ResumePoint | None = None
-            if resume is not None:
+            if not ranks.leads:
+                reuse, resumed = told = ranks.told()
+                if resumed is not None and self.settings.output_dir is not None:
+                    resumed = replace(resumed, root=self.settings.output_dir)
+            elif resume is not None:
                 resumed = resume_point_of(Path(resume).absolute(), self.settings)
             kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
             stack.enter_context(translate_oom(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
             prepare = partial(self.prepare, rows, tests, reuse=reuse, resumes=resumes)
             plan = partial(self._planned, sampler, Planner.planned if resumed is None else resumed.planned)
-            earlier = resumed.plan if resumed is not None else reuse
+            earlier = resumed.plan if resumed is not None and told is None else reuse
             with planning_shown(reporter):
                 planner, prepared = self._fitting(
                     stack, prepare, plan, earlier, in_pairs=self._in_pairs, kept=kept, whole_logits=compute_metrics is not None
                 )
+            ranks.tell((prepared.plan, resumed and replace(resumed, manifest=None)))
+            telling.close()
+            refuse_other_rows_of_ranks(ranks, planner)
             run = Run(planner, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
-            run.pauses.replans = prepared.method.exact and not (prepared.method.in_pairs or run.averages)
+            run.pauses.replans = prepared.method.exact and not (prepared.method.in_pairs or run.averages or ranks.count > 1)
             if tracking is not None:
                 tracking.open(run.places.directory, prepared.phases, resumed, self.settings)
             adapted = self.model if is_adapted(self.model) else None
             result = replace(carry_out(run, began), config=getattr(self.model, "config", None), model=adapted)
-        self._trained = result.weights
-        if result.average is None or not tests.count:
+        if result.average is None or not tests.count or not ranks.leads:
             return result
         said = f"their moving average on the {tests.count} test rows"
         return with_average(result, self._evaluated(said, tests, result.average, compute_metrics, result.proof))
@@ -410,6 +447,7 @@ class Trainer:
 
         Raises what `fit` raises; OptionError for settings that only `fit` uses.
         """
+        refuse_ranks("a loop of your own", "Start one, or take `fit`.")
         with ExitStack() as stack:
             asked, at = self.settings, None if resume is None else Path(resume).absolute()
             asked = asked if at is None else replace(asked, output_dir=at if at.is_dir() else at.parent)

@@ -26,7 +26,8 @@ from seqpart.checkpoint.manifest import Manifest, no_checkpoint
 from seqpart.checkpoint.marker import is_begun_anew
 from seqpart.checkpoint.run_directory import finish_what_was_published
 from seqpart.data.splits import Split
-from seqpart.errors import DoesNotFit, OptionError, shown
+from seqpart.device.ranks import Ranks
+from seqpart.errors import DataError, DoesNotFit, OptionError, shown
 from seqpart.methods import methods_named
 from seqpart.model.metrics import Metrics, Tally
 from seqpart.plan.plan import AS_ASKED, Plan, PlanRequest, PlanWording
@@ -335,6 +336,19 @@ def state_of(
             label_bytes=prepared.request.label_bytes, job=job, loop=loop, session=session,
         )
     )  # fmt: skip
+
+
+def refuse_other_rows_of_ranks(ranks: Ranks, planner: Planner) -> None:
+    """Raises DataError if the processes of a run were given other rows than the first."""
+    if ranks.count == 1:
+        return
+    rows = planner.train, planner.test
+    found = ranks.gather((data_digest(*rows), row_digests(*rows)))
+    if others := [rank for rank, one in enumerate(found) if one != found[0]]:
+        raise DataError(
+            f"rank {others[0]} was given other rows than rank 0. Give every process the whole data, in the same order and "
+            "without a DistributedSampler: each takes its own part of every batch."
+        )
 
 
 def data_digest(train: Split, test: Split) -> str:

@@ -27,6 +27,7 @@ def whole_network(work: Workload, *, streamed: bool) -> Phase:
         micro_batch=first.micro_batch, shuffle=work.shuffle, order=order, streams=streams, defers_updates=work.defers_updates,
         frozen=frozenset(p for p, part in enumerate(work.partitions) if not part.trainable),
         keeps=work.keeps, offloads=work.offloads, host_steps=work.host_steps,
+        rank=work.rank, ranks=work.ranks,
     )  # fmt: skip
 
 

@@ -114,6 +114,9 @@ class Workload:
     """Partitions of `keeps` whose graphs are offloaded until backward."""
     host_steps: frozenset[int] = frozenset()
     """Partitions whose optimizer step is computed on the host."""
+    rank: int = 0
+    ranks: int = 1
+    """Number of this process, and of all that share the micro-batches of each update."""
     one_value: bool = True
     """True if only one value crosses each boundary, whose rows can wait in a file."""
     recovery: Recovery | None = None

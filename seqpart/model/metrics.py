@@ -67,6 +67,14 @@ class Metrics:
         if self.beside is not None:
             self.beside.add(total, rows, None, weight=weight)
 
+    def include(self, others: "Metrics") -> None:
+        """Adds the sums of other rows."""
+        for name in ("loss", "correct", "judged", "rows", "weight"):
+            setattr(self, name, getattr(self, name) + getattr(others, name))
+        self.parts = {**self.parts, **{name: self.parts.get(name, 0.0) + part for name, part in others.parts.items()}}
+        if self.beside is not None:
+            self.beside.include(others)
+
     def done(self, phase: Phase, earlier: int, seconds: float, found: Mapping[str, MetricValue]) -> PhaseDone:
         """The report of the pass with these sums. earlier: rows, as in PhaseDone. found: values of the user's metrics."""
         loss = self.mean_loss if self.rows else None

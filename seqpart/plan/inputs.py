@@ -24,6 +24,7 @@ from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.device.device import Device, host_memory_free
 from seqpart.device.limit import any_plan_fits, enforced, limit_of, margin_of, warm_up
+from seqpart.device.ranks import ALONE, Ranks
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
 from seqpart.fields import as_text, per_partition, values_of
 from seqpart.methods.method import Method, PartitionLoss, Targets
@@ -76,12 +77,14 @@ class Inputs:
         self, model: object, settings: Settings, train: Split, test: Split, device: Device,
         *, final_loss: LossSource = None, optimizer: Optimizer | None = None, folder: Path, dry: bool = False,
         reuse: Plan | None = None, trains: bool = True, whole: bool = True, resumes: bool = False, trained: Path | None = None,
-        loss_chunks: int | None = 1,
+        loss_chunks: int | None = 1, ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
         """reuse: a plan whose choices are reused. trains: True if weights are trained; whole: on all rows there will be.
         resumes: weights come from a checkpoint. trained: a file with weights of modules not alive, or with shapes alone.
-        loss_chunks: chunks of positions that the loss is computed over; None: more than one, the fewest that fit."""
+        loss_chunks: chunks of positions that the loss is computed over; None: more than one, the fewest that fit.
+        ranks: processes that share each update's rows."""
         refuse_mismatch(train, test)
+        self.ranks = ranks
         self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
         self.reading = Reading(train, test, settings.workers, device)
         self._scheduled = cache(partial(scheduled, settings.lr_schedule))
@@ -228,6 +231,8 @@ class Inputs:
 
     def _check_model(self, trains: bool) -> None:
         self._refuse_giants()
+        if self.ranks.count > 1:
+            self._refuse_ranks()
         rows, whole = self.full_batch, self.chain.whole
         costs = self.costs_at(rows)[: len(whole)]
         if trains and not any(cost.trainable for cost in costs):
@@ -240,6 +245,23 @@ class Inputs:
             per_epoch = -(-self.epoch_rows // self.full_batch)
             self.late = late_parameters(whole, costs, frozen, per_epoch, length.updates)
         self._refuse_unfit_schedule()
+
+    def _refuse_ranks(self) -> None:
+        """Raises OptionError for what several processes cannot share."""
+        settings, count = self.settings, self.ranks.count
+        if not settings.is_exact or settings.unfreeze is not None:
+            option = "--unfreeze" if settings.is_exact else f"--method {settings.method}"
+            raise OptionError(
+                f"{option} is trained by one process, and torchrun has started {count}. Take --method auto, streamed, "
+                "checkpointed or full without --unfreeze, or start one."
+            )
+        most = -(-self.full_batch // count)
+        if self.full_batch < count or (settings.micro_batch_size or 1) > most:
+            found = f"--micro-batch-size {settings.micro_batch_size}" if self.full_batch >= count else f"{count} processes"
+            raise OptionError(
+                f"--batch-size {self.full_batch} is shared by {count} processes, each of which takes at least one micro-batch; "
+                f"found {found}. Give a larger batch, or smaller micro-batches."
+            )
 
     def close(self) -> None:
         """Restores modules that were given alive, except those that have been trained."""
@@ -451,7 +473,11 @@ class Inputs:
     @property
     def recovery_batch(self) -> int:
         """Rows of one update in recovery."""
-        return min(self.settings.recovery_batch_size or self.largest_batch, self.train.count)
+        return self.shared(min(self.settings.recovery_batch_size or self.largest_batch, self.train.count))
+
+    def shared(self, rows: int) -> int:
+        """Returns the most rows of these that one of the processes takes."""
+        return -(-rows // self.ranks.count)
 
     def optimizers(self, count: int, *, recovery: bool = False) -> tuple[Optimizer, ...]:
         """One optimizer for each of `count` partitions; in recovery the learning rate may differ."""

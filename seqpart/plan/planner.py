@@ -101,8 +101,8 @@ class Planner(Inputs):
     """Makes the plan, and makes it again when a failed allocation asks for one that needs less."""
 
     def problem(self, request: PlanRequest) -> Problem:
-        (count, asked), batch = self.settings.partition_choice(), self.full_batch
-        costs = self.costs_at(batch)
+        (count, asked), batch = self.settings.partition_choice(), self.shared(self.full_batch)
+        costs = self.costs_at(self.full_batch)
         laid = [(one, state_layouts(self.chain, costs, one)) for one in self.possible_optimizers()]
         heaviest, states = max(laid, key=lambda pair: sum(state.nbytes for state in pair[1]))
         return Problem(
@@ -111,10 +111,12 @@ class Planner(Inputs):
             step_room=heaviest.step_room, begins=heaviest.begins_itself, loss_of=partial(self.loss_cost, request),
             defers_updates=self._starts is not None or self.settings.clip_grad_norm is not None,
             label_row=self._label_row(), pair_rows=self.rows_per_pass,
-            batch_size=batch, the_batch=self.the_batch, micro_batch=request.micro_batch or self.settings.micro_batch_size,
+            batch_size=batch, the_batch=None if self.the_batch is None else self.shared(self.the_batch),
+            micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
             cuts_behind=self.cuts_behind, every_learns=not self.exact, learns_alone=self.row_pack.has_one_that_learns,
-            train_rows=self.epoch_rows, test_rows=self.test.count, saved=request.saved, auto=self.settings.method == "auto",
+            train_rows=self.shared(self.epoch_rows),
+            test_rows=self.test.count, saved=request.saved, auto=self.settings.method == "auto",
             draft=request.draft, steps=self._steps(request),
         )  # fmt: skip
 
@@ -125,7 +127,8 @@ class Planner(Inputs):
         if shares and self.settings.export_every is not None:  # it holds a whole block, and a request
             exports = max(cost.layout.padded_nbytes for cost in costs) + REQUEST
         return planning.Machine(
-            device=device.name, host_counts=shares, runtime=self.runtime + request.spare, growth=device.growth + kept,
+            device=device.name, host_counts=shares, runtime=self.runtime + request.spare,
+            growth=device.growth + kept + self.ranks.room,
             live_bytes=self.live_bytes, export_bytes=exports, heap_below=device.heap_below, speeds=self.speeds,
             contention=device.contention,
             # A kept heap is touched as a whole: what an LSTM reserves and does not touch made it larger than planned.
@@ -347,6 +350,7 @@ class Planner(Inputs):
             offloads=kept.offloads, host_steps=kept.resources.host_steps, recovery=stage, tests=self.settings.tests,
             synthetic_inputs=self.settings.sil_inputs == "synthetic", views=self.settings.views,
             one_value=planning.handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
+            rank=self.ranks.number, ranks=self.ranks.count,
         )  # fmt: skip
 
     def _partition_costs(
@@ -411,7 +415,7 @@ class Planner(Inputs):
     def _host_budget(self) -> int:
         asked, free = self.settings.ram_limit, self.host_free
         if asked is None:
-            return 0 if self.device.shares_memory else free // 2
+            return 0 if self.device.shares_memory else free // 2 // self.ranks.per_machine
         budget = parse_size(asked, total=free, free=free, name="--ram-limit")
         if budget > free and not (self.dry and self.device.hardware is not None):  # a simulated card has a machine of its own
             asked, most = format_size(budget), format_size(free)

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import xxhash
 
+from seqpart.device.pages import bytes_of
+from seqpart.device.ranks import Ranks
 from seqpart.model.blocks import Block
 
 _Copy = tuple[Block, str, torch.Tensor]
@@ -24,6 +27,19 @@ class BufferSnapshots:
         self._is_new = self._trained = False
         """True if no pass was made since the update began; true if one with a graph was made in this visit."""
         self._left: list[torch.Tensor] = []
+        self._shared: dict[int, int] = {}
+        """Digest of each buffer that other ranks were given, by its place."""
+
+    def share(self, ranks: Ranks) -> None:
+        """Gives the other ranks the buffers of the first, where its passes have changed them."""
+        own = [block.module.get_buffer(name) for block, name in self._own()]
+        host = [buffer.detach().cpu().contiguous() for buffer in own]
+        digests = {place: xxhash.xxh3_64_intdigest(bytes_of(one.view(-1).view(torch.uint8))) for place, one in enumerate(host)}
+        changed = [place for place, digest in digests.items() if self._shared.get(place) != digest]
+        for place in ranks.gather(changed)[0] if own else ():
+            ranks.send(host[place])
+            own[place].copy_(host[place])
+        self._shared = digests
 
     def begin_visit(self) -> None:
         """Copies the buffers until the update is made: they stay on the device, so no home has their values."""

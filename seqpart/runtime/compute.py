@@ -18,6 +18,7 @@ from seqpart.data.reader import Batch, BatchReader, ReaderThread, open_reader
 from seqpart.data.row_packs import PackReader, PackWriter, RowPack
 from seqpart.device.compiler import back_propagate
 from seqpart.device.device import Device
+from seqpart.device.ranks import Ranks
 from seqpart.errors import ModelError
 from seqpart.methods.ist.statistics import as_it_is, observed
 from seqpart.methods.method import PartitionLoss, SyntheticLoss, TrueLoss
@@ -69,7 +70,7 @@ class Compute:
 
     def __init__(
         self, prepared: ExecutionPlan, partitions: Sequence[Partition], exchanges: Exchanges, device: Device, hooks: Hooks,
-        *, seed: int, start: Position, metrics: Metrics | None,
+        *, seed: int, start: Position, metrics: Metrics | None, ranks: Ranks,
     ) -> None:  # fmt: skip
         """metrics: the sums of the pass that `start` is in."""
         self.phases, self.partitions, self.boundaries = prepared.phases, partitions, exchanges.boundaries
@@ -93,6 +94,9 @@ class Compute:
         """(partition, weight that it uses and another partition owns), in the model's order."""
         self._counted: float | None = None
         """Weight that the loss of the unfinished update has counted so far; None if micro-batches count by their rows."""
+        self._ranks = ranks
+        self._own: Metrics | None = None
+        """Sums of this process's part of the unfinished update, if it is one of several."""
         self._elements = Elements(
             loaded=self.loaded, read=self._read, done=self._done_with, run=partial(self._output, training=True),
             tell=lambda total, rows: self.metrics.add(total, rows, None, weight=rows),
@@ -275,15 +279,26 @@ class Compute:
         """Holds the outputs of a batch that is split into micro-batches, in updates 0, 1, 2, 4, 8, ... of the phase."""
         phase, loss = self.phases[step.phase], self._loss_of(step.partition)
         update = phase.share_of(_micro_batch(step) // phase.micro_batches_per_update)[0]
-        if isinstance(loss, TrueLoss) and len(output) < self.span(step).update_rows and not update & (update - 1):
+        whole = len(output) == self.span(step).update_rows or phase.ranks > 1  # then no process has them all
+        if isinstance(loss, TrueLoss) and not whole and not update & (update - 1):
             loss.hold(output, labels, self.span(step), phase.micro_batches_per_update)
 
-    def scale(self, step: Step) -> float | None:
-        """Returns the factor for the gradients after an update's last micro-batch; None if they stay as they are."""
-        if not self._counted:
-            return None
-        share = self.span(step)
-        return share.update_rows / self._counted if share.ends_update else None
+    def scale(self, number: int, update: int) -> float | None:
+        """Returns the factor for the gradients of an update of phase `number`; None if they stay as they are."""
+        phase = self.phases[number]
+        rows = phase.rows_before(update + 1) - phase.rows_before(update)
+        return rows / self._counted if self._counted else None
+
+    def share(self, number: int) -> None:
+        """Adds up the losses of an update of phase `number` over all processes, once each has computed its own."""
+        if self._reader is None:  # of a pass of whose rows this process has none
+            self._enter(number)
+        if self._own is None:
+            return
+        found, self._own = self._ranks.gather((self._own.tally(), self._counted)), None
+        for sums, _ in found:
+            self.metrics.include(Metrics.of(sums, self.device.torch))
+        self._counted = sum(counted or 0.0 for _, counted in found) or None
 
     def _entering(self, step: Step, taken: Pack) -> tuple[Pack, dict[int, Arrival]]:
         """Returns the partition's inputs as leaves of its graph, requiring gradients where an earlier partition is to learn."""
@@ -312,7 +327,8 @@ class Compute:
         sinks = self.hooks.sinks
         with torch.no_grad():
             scores = judge.scores(output.detach(), labels)
-            for sums in (self.metrics, sinks.of_set(name)) if name else (self.metrics,):
+            whole = self.metrics if self._own is None else self._own
+            for sums in (whole, sinks.of_set(name)) if name else (whole,):
                 sums.add(verdict.total, len(output), scores, weight=verdict.weight, parts=verdict.totals)
             returned = judge.returned if isinstance(judge, TrueLoss) else torch.positive
             sinks.judged(self.phases[step.phase], output, labels, returned, name)
@@ -333,8 +349,10 @@ class Compute:
         return self.loaded[step.partition].forward(taken, training=training, key=key, around=around)
 
     def _part(self, step: Step) -> int:
-        """Returns the micro-batch's number within its update; boundary tensors are stored by it, in reused places."""
-        return _micro_batch(step) % self.phases[step.phase].micro_batches_per_update
+        """Returns the micro-batch's number among this process's own of its update; boundary tensors are stored by it, in reused
+        places."""
+        phase, m = self.phases[step.phase], _micro_batch(step)
+        return m - phase.own_micro_batches(m // phase.micro_batches_per_update).start
 
     def span(self, step: Step) -> Span:
         return self.phases[step.phase].span(_micro_batch(step))
@@ -378,6 +396,7 @@ class Compute:
         first_update = self.start.updates if self._resumes else 0
         self.metrics = replace(self.committed) if self._resumes else Metrics()
         self.hooks.sinks.begin(phase, self.metrics, self.device.torch)
+        self._own = Metrics() if phase.ranks > 1 else None
         self._resumes, self._began = False, time.perf_counter()
         if phase.kind is not PhaseKind.TRAIN and phase.hands_on(len(self.partitions)):
             pack, p = self._row_packs[phase.last], phase.last + 1
@@ -397,7 +416,7 @@ class Compute:
 
     def rest(self) -> None:
         """An update is finished: the metric sums so far are those that a resumed run goes on with."""
-        self._counted = None
+        self._counted, self._own = None, Metrics() if self._ranks.count > 1 else None
         self._elements.rest()
         self.committed = replace(self.metrics)
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from seqpart.device.ranks import Ranks
 from seqpart.errors import Diverged, OutOfMemory
 from seqpart.methods.ist.moving import Parting
 from seqpart.model.inspection import explained_step
@@ -28,7 +29,7 @@ from seqpart.schedule.progress import Progress
 from seqpart.schedule.steps import REWRITES_HOMES, Lookahead, Position, Step, StepDone, Verb
 from seqpart.store.store import Store, Transfer
 
-_CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD}
+_CAN_BE_UNDONE = {Verb.LOAD, Verb.FORWARD, Verb.BACKWARD, Verb.REDUCE}
 
 
 def out_of_memory(step: Step, text: str) -> OutOfMemory:
@@ -49,14 +50,14 @@ class Executor:
 
     def __init__(
         self, compute: Compute, slots: Slots, store: Store, *, clip_grad_norm: float | None,
-        rate: Callable[[Phase, int], float | Groups], parting: Parting | None = None,
+        rate: Callable[[Phase, int], float | Groups], ranks: Ranks, parting: Parting | None = None,
     ) -> None:  # fmt: skip
         """rate: of (phase, its finished updates). parting: does SPLIT and MERGE; needed only where the schedule has them."""
         self.step, self.compute = Step(Verb.LOAD, 0), compute
         self.progress = Progress(compute.phases, compute.start)
         self._phases, self._partitions, self._boundaries = compute.phases, compute.partitions, compute.boundaries
         self._device, self._hooks, self._slots, self._store = compute.device, compute.hooks, slots, store
-        self._clip, self._rate = clip_grad_norm, rate
+        self._clip, self._rate, self._ranks = clip_grad_norm, rate, ranks
         self._parting, self._doing = parting, False
         self._loaded = compute.loaded
         self._coming: dict[int, Partition] = {}
@@ -72,6 +73,7 @@ class Executor:
             Verb.LOAD: self._load,
             Verb.FORWARD: self._forward,
             Verb.BACKWARD: self._backward,
+            Verb.REDUCE: self._reduce,
             Verb.UPDATE: self._update,
             Verb.DROP: self._drop,
             Verb.SPLIT: self._split,
@@ -261,11 +263,27 @@ class Executor:
 
     def _backward(self, step: Step) -> tuple[int, int]:
         traffic = self.compute.backward(step)
-        if (scale := self.compute.scale(step)) is not None:
-            self._loaded[step.partition].scale_gradients(scale)
-        if self._clip is not None and self.compute.span(step).ends_update:
-            self._norms.update(self._loaded[step.partition].gradient_norms())
+        if self._phases[step.phase].ranks == 1 and self.compute.span(step).ends_update:
+            self._end_backward(step)
         return traffic
+
+    def _reduce(self, step: Step) -> tuple[int, int]:
+        self.compute.share(step.phase)
+        if not self._phases[step.phase].trains(step.partition):
+            return 0, 0
+        partition = self._loaded[step.partition]
+        partition.buffers.share(self._ranks)
+        sent = self._ranks.add_up(list(partition.trainable.values()))
+        self._end_backward(step)
+        return 0, sent
+
+    def _end_backward(self, step: Step) -> None:
+        """Completes the gradients of a partition, once all micro-batches of the update are back-propagated."""
+        partition = self._loaded[step.partition]
+        if (scale := self.compute.scale(step.phase, self.position.updates)) is not None:
+            partition.scale_gradients(scale)
+        if self._clip is not None:
+            self._norms.update(partition.gradient_norms())
 
     def _update(self, step: Step) -> tuple[int, int]:
         phase, partition = self._phases[step.phase], self._partitions[step.partition]

@@ -44,6 +44,8 @@ class Result:
     """Updates before the best evaluation; None if there was only one evaluation. With keep_best, weights, test loss, accuracy
     and metrics are those of the best."""
     proof: Proof
+    proofs: tuple[Proof, ...] = ()
+    """With torchrun, the proof of every rank."""
     plan: Plan
     seconds: float
     final_micro_batch: int
@@ -106,7 +108,7 @@ class Evaluation:
     """Values of compute_metrics."""
 
 
-_NOT_TOLD = {"config", "model", "average", "average_loss", "average_accuracy", "average_metrics"}
+_NOT_TOLD = {"config", "model", "proofs", "average", "average_loss", "average_accuracy", "average_metrics"}
 """Fields of Result that result.json leaves out: those that are not JSON, and those that only some runs have."""
 
 
@@ -118,10 +120,11 @@ def carry_out(session: Run, began: float) -> Result:
             with directory.resumable(session.reporter.add_note, lambda: session.saving.told), session.interrupts:
                 with _weights_kept(session):
                     session.run_stages()
-                if session.averages:
+                if session.averages and session.ranks.leads:
                     session.homes.export(directory.result(AVERAGE), averages=True)
                 session.take_best()
-                session.homes.export(directory.result(WEIGHTS))
+                if session.ranks.leads:
+                    session.homes.export(directory.result(WEIGHTS))
                 session.saving.obey(Position(len(session.prepared.phases)), Metrics())
                 session.interrupts.hold()
             session.homes.give_back()
@@ -157,10 +160,11 @@ def _conclude(session: Run, seconds: float) -> Result:
     directory, reporter, sampler, plan = session.places.directory, session.reporter, session.sampler, session.prepared.plan
     weights, proof = directory.root / WEIGHTS, session.proof()
     test_loss, accuracy = session.test or (None, None)
+    proofs = tuple(session.ranks.gather(proof)) if session.ranks.count > 1 else ()
     result = Result(
         weights=weights, test_loss=test_loss, accuracy=accuracy, metrics=session.watch.metrics,
         best_update=session.watch.best_update,
-        train_losses=tuple(session.losses), proof=proof, plan=plan,
+        train_losses=tuple(session.losses), proof=proof, proofs=proofs, plan=plan,
         seconds=round(seconds, 2), final_micro_batch=plan.micro_batch,
         average=directory.root / AVERAGE if session.averages else None,
     )  # fmt: skip
@@ -168,6 +172,8 @@ def _conclude(session: Run, seconds: float) -> Result:
     summary |= {"weights": str(weights), "peak at": sampler.peak_label, "plan": PLAN}
     if result.average is not None:
         summary["average"] = str(result.average)
+    if proofs:
+        summary["proofs"] = [asdict(one) for one in proofs]
     summary |= {"finished": now(), "settings": session.settings.to_json()}
     write_text(directory.result(RESULT), json.dumps({**summary, **describe_versions()}, indent=1) + "\n")
     directory.publish()
@@ -183,6 +189,8 @@ def _conclude(session: Run, seconds: float) -> Result:
     if result.average is not None:
         reporter.say(f"their moving average is in {result.average}")
     reporter.proof(proof)
+    for rank, other in enumerate(proofs[1:], start=1):
+        reporter.say(f"rank {rank}: {other}")
     session.finish(f"the run is finished; its results are in {directory.root}.")
     return result
 

@@ -16,7 +16,7 @@ from seqpart.data.reader import ReaderThread
 from seqpart.device.device import Device
 from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
 from seqpart.device.sampler import MEMORY, Proof, Sampler
-from seqpart.errors import Diverged, LimitExceeded, StoreError, resuming
+from seqpart.errors import Diverged, LimitExceeded, OutOfMemory, StoreError, resuming
 from seqpart.interrupts import Interrupts
 from seqpart.methods.ist.moving import Parting
 from seqpart.methods.ist.parts import JointChain
@@ -67,7 +67,7 @@ class Run:
     ) -> None:  # fmt: skip
         self.prepared, self.reporter, self.sampler = prepared, reporter, sampler
         self._planner, self._observer, self._resumed, self._job = planner, observer or Observer(), resumed, job
-        self._settings, self._device, self._falsify = planner.settings, planner.device, falsify
+        self._settings, self._device, self._falsify, self.ranks = planner.settings, planner.device, falsify, planner.ranks
         before = resumed.state if resumed is not None else None
         self.losses = list(before.losses) if before is not None else []
         self.test = before.test if before is not None else None
@@ -77,7 +77,7 @@ class Run:
         """Position at which an error ended the steps; every home is as it should be there."""
         self._stopped, self._granted_at = False, 0.0
         self._grant: Grant = lambda *, at_rest=False: False
-        self._state, self._finished, self.interrupts = UNBEGUN, "", Interrupts()
+        self._state, self._finished, self.interrupts = UNBEGUN, "", Interrupts(agreed=planner.ranks.count > 1)
         reporter.plan(prepared.plan)
         stack.push(lambda kind, *_: self.interrupts.end(self._finished, failed=kind is not None))
         self.places = open_places(
@@ -130,6 +130,7 @@ class Run:
         untouched = plan.untouched(self.prepared.costs, self._planner.full_batch)
         with enforced(self._device, plan.limit, beside=beside, untouched=untouched) as self._grant:
             self.homes.fill(self._resumed, rows=rows)
+            self.homes.share()
             self._state = "failed"  # until `finish`
             yield
 
@@ -181,6 +182,11 @@ class Run:
             self.pauses.changed = False
             failure, at, metrics = yield from self._run_stage(stage, at, metrics)
             if failure is not None:
+                if self.ranks.count > 1:  # the others are in the middle of an update, with the same plan
+                    raise OutOfMemory(
+                        f"memory ran out in {failure.step} on rank {self.ranks.number} of {self.ranks.count}: {failure.text}. "
+                        "Give a larger --mem-limit, or a smaller --micro-batch-size."
+                    )
                 self._go_on_behind(failure, metrics or Metrics())
             if self.pauses.unplanned:
                 self.saving.save(at, metrics or Metrics())
@@ -276,7 +282,7 @@ class Run:
         self.sampler.label = lambda: label
 
     def _exchange(self, stage: Stage) -> BoundaryExchange:
-        rows = max((phase.batch for phase, _ in counted(self.prepared.phases) if phase.through is not None), default=1)
+        rows = max((phase.own.batch for phase, _ in counted(self.prepared.phases) if phase.through is not None), default=1)
         return open_exchange(
             stage.resources.tiers, self.prepared.partition_costs, rows, stage.micro_batch, self.homes.boundary_room,
             self.places.scratch.rows / "relay.part", self._device,
@@ -284,7 +290,7 @@ class Run:
 
     def _graphs(self, stage: Stage) -> GraphOffload | None:
         several = [phase for phase, _ in counted(self.prepared.phases) if phase.through is not None]
-        micro_batches = max((phase.micro_batches_per_update for phase in several), default=1)
+        micro_batches = max((phase.own.micro_batches_per_update for phase in several), default=1)
         rooms = self.homes.graph_rooms(self.prepared.graph_rooms)
         return open_graphs(
             self.prepared.partition_costs, stage.offloads, micro_batches, rooms, self.places.scratch.rows / "graphs.part",
@@ -316,14 +322,16 @@ class Run:
             before_update=self._observer.before_update, failed=self._failed,
         )  # fmt: skip
         compute = Compute(
-            prepared, partitions, exchanges, self._device, hooks, seed=settings.seed, start=start, metrics=metrics
+            prepared, partitions, exchanges, self._device, hooks, seed=settings.seed, start=start, metrics=metrics,
+            ranks=self.ranks,
         )  # fmt: skip
         gradients = any(phase.defers_updates and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
         own = {p: partitions[p].needs(to_update=True, gradients=False) for p in granted.stays}
         shared = sorted(one.needs(to_update=True, gradients=gradients) for p, one in enumerate(partitions) if p not in own)
         return Executor(
             compute, Slots(shared[-granted.slots:], self._device, own), self.homes.store,
-            clip_grad_norm=settings.clip_grad_norm, rate=self.rate_of(stage), parting=self._parting(stage),
+            clip_grad_norm=settings.clip_grad_norm, rate=self.rate_of(stage), ranks=self.ranks,
+            parting=self._parting(stage),
         )  # fmt: skip
 
     def rate_of(self, stage: Stage) -> Callable[[Phase, int], float | Groups]:
@@ -408,7 +416,7 @@ class Run:
         """Runs between two steps: raises LimitExceeded if the sampler has seen more than the limit, makes room for generated
         code, and handles a signal if the run saves no checkpoints."""
         if not self._settings.saves:
-            self.interrupts.check()
+            self.interrupts.check()  # which several ranks do where they agree
         if time.monotonic() > self._granted_at + _GRANT_SECONDS:
             self._granted_at = time.monotonic()
             self._grant()
@@ -432,7 +440,10 @@ class Run:
             self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
             raise
         self._remember_best(executor)
-        self.saving.at_rest(executor, self._partitions, phases)
+        self._agree()
+        self.watch.end_here(executor.step.phase, phases)
+        with self._saved_first():
+            self.saving.at_rest(executor, self._partitions, phases)
         self._stopped = not self._observer.at_rest(executor)
         trained = executor.step.verb is Verb.UPDATE
         self.exports.at_rest(phases, executor.position, self.watch.evaluations.all, trained=trained)
@@ -440,10 +451,31 @@ class Run:
         # Newly trainable parameters need a new executor, and an export all memory.
         return not self._stopped and not (self.pauses.changed or self.exports.due) and goes_on
 
+    def _agree(self) -> None:
+        """Makes a signal, or a callback's stop, that one of several ranks was told hold for all."""
+        if self.ranks.count > 1:
+            told = self.ranks.gather((self.interrupts.has_come, self.watch.ending.asked))
+            self.interrupts.agree(came=any(came for came, _ in told))
+            for _, why in told:
+                self.watch.ending.ask(why)
+
+    @contextmanager
+    def _saved_first(self) -> Iterator[None]:
+        """A context in which a signal ends the other ranks only when the first has saved: torchrun ends those that are left."""
+        ends = self.ranks.count > 1 and self.interrupts.waiting
+        if ends and not self.ranks.leads:
+            self.ranks.gather(None)
+        try:
+            yield
+        finally:
+            if ends and self.ranks.leads:
+                self.ranks.gather(None)
+
     def _remember_best(self, executor: Executor) -> None:
         if self.watch.has_new_best:
             self.saving.flush(executor, self._partitions)
-            self.homes.remember()
+            if self.ranks.leads:
+                self.homes.remember()
             self.watch.has_new_best = False
 
     @cached_property
@@ -468,7 +500,9 @@ class Run:
         best, last = self.watch.evaluations.best, self.watch.evaluations.all[-1:]
         if not self._settings.keep_best or best is None or best.phase in [one.phase for one in last]:
             return
-        self.homes.recall()
+        if self.ranks.leads:
+            self.homes.recall()
+        self.homes.share()
         self.test = best.loss, best.accuracy
         self.reporter.say(f"the weights are those after update {best.update}, of the best evaluation")
 

@@ -73,8 +73,11 @@ class Watch:
                 self._tested(done, phases, step.phase, ends=not done.phase.hands_on(heard.partitions))
             elif done.phase.kind is PhaseKind.TRAIN and done.phase.epochs_done == done.phase.epoch:
                 self._epoch_done(done)
+
+    def end_here(self, number: int, phases: Phases) -> None:
+        """Ends the stretch of phase `number`, if an end was requested."""
         if self.ending.asked and self._ends_in is None:
-            self._ends_in = phases.stands(step.phase)[0]
+            self._ends_in = phases.stands(number)[0]
 
     def _step_done(self, executor: Executor, phase: Phase, heard: MetricSinks) -> None:
         at, now = executor.position, time.perf_counter()

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,26 @@ class WeightStore:
         with self._told("the data were read"):
             for name in ("train", "test") if rows else ():
                 self._write_rows(name)
+
+    def share(self) -> None:
+        """Gives the other ranks the homes of the first: weights, and optimizer state of a run that goes on."""
+        ranks = self._planner.ranks
+        if ranks.count == 1:
+            return
+        chain = self._prepared.chain
+        names = [name for block in chain for name in (block.home, block.state_home) if name in self.store]
+        for name, layout in ranks.gather([(name, self.store.layout(name)) for name in names])[0]:
+            with self.store.sink(name, layout, REQUEST) if not ranks.leads else nullcontext() as sink, ExitStack() as stack:
+                source = stack.enter_context(closing(self.store.source(name, REQUEST))) if ranks.leads else None
+                left = sum(spec.nbytes for spec in layout.specs)
+                while left:
+                    piece = torch.empty(min(left, REQUEST), dtype=torch.uint8)
+                    if source is not None:
+                        source.fill(bytes_of(piece))
+                    ranks.send(piece)
+                    if sink is not None:
+                        sink.append(bytes_of(piece))
+                    left -= len(piece)
 
     def recall(self) -> None:
         """Restores the weights of the last `remember`."""

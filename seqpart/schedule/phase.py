@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -102,6 +102,9 @@ class Phase:
     """Number of the view that the pass writes, if several draws of each row are kept."""
     views: int = 1
     """Number of views of the training rows, which the epochs use in turn."""
+    rank: int = 0
+    ranks: int = 1
+    """Number of this process, and of all that share the micro-batches of each update."""
 
     def __str__(self) -> str:
         epoch = f".{self.epoch}" if self.kind in (PhaseKind.TRAIN, PhaseKind.SPLIT, PhaseKind.MERGE) else ""
@@ -213,15 +216,27 @@ class Phase:
         return Span(start + part * self.micro_batch, stop, end - start, stop == end)
 
     def spans(self, first_update: int = 0) -> Iterator[tuple[int, Span]]:
-        """Yields (m, span) of every micro-batch from update `first_update` on."""
+        """Yields (m, span) of every micro-batch of this process from update `first_update` on."""
         for update in range(first_update, self.updates):
             yield from self.spans_of(update)
 
     def spans_of(self, update: int) -> Iterator[tuple[int, Span]]:
-        m = update * self.micro_batches_per_update
-        while True:
-            span = self.span(m)
-            yield m, span
-            if span.ends_update:
-                return
-            m += 1
+        return ((m, self.span(m)) for m in self.own_micro_batches(update))
+
+    def own_micro_batches(self, update: int) -> range:
+        """Returns the micro-batches of an update that this process computes: each of `ranks` a stretch of equal length, as far
+        as there are some left."""
+        rows, first = self.rows_before(update + 1) - self.rows_before(update), update * self.micro_batches_per_update
+        count = -(-rows // self.micro_batch)
+        each = -(-count // self.ranks)
+        start, stop = (first + min(rank * each, count) for rank in (self.rank, self.rank + 1))
+        return range(start, stop)
+
+    @property
+    def own(self) -> "Phase":
+        """The pass as its first process sees it, of whose rows none has more: with as many updates, of its own rows."""
+        if self.ranks == 1:
+            return self
+        first = replace(self, rank=0)
+        batch, last = (sum(s.stop - s.start for _, s in first.spans_of(update)) for update in (0, self.updates - 1))
+        return replace(first, ranks=1, batch=batch, rows=(self.updates - 1) * batch + last)

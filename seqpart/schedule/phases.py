@@ -437,7 +437,7 @@ def shortened(phases: Phases) -> tuple[list[Phase], dict[int, tuple[int, int]], 
     short: list[Phase] = []
     more: dict[int, tuple[int, int]] = {}
     stands_for: dict[tuple[int, int | None], int] = {}
-    for phase, times in (pair for stretch in phases.stretches for pair in stretch.walked()):
+    for phase, times in ((phase.own, times) for stretch in phases.stretches for phase, times in stretch.walked()):
         more[len(short)] = phase.updates, times - 1
         ragged = phase.rows % phase.batch or phase.batch
         rows = phase.rows if phase.updates <= _WALKED else (_WALKED - 1) * phase.batch + ragged

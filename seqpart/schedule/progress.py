@@ -50,7 +50,7 @@ class Progress:
             self._drop(step)
         else:
             self._worked.add(step.partition)
-            if step.verb is Verb.BACKWARD:
+            if step.verb in (Verb.BACKWARD, Verb.REDUCE):
                 self._gradients.add(step.partition)
 
     def _load(self, step: Step) -> None:

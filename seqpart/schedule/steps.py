@@ -27,6 +27,8 @@ class Verb(enum.Enum):
     """Run p on micro-batch m; keep its output boundary, and its graph if the phase says so."""
     BACKWARD = "B"
     """Recompute p on m with a graph, unless FORWARD kept it, and back-propagate p's own loss or the gradient that p+1 left."""
+    REDUCE = "R"
+    """Add up p's gradients over all processes, each of which has back-propagated its own micro-batches."""
     UPDATE = "U"
     """Optimizer step for p, then free its gradients; if nothing is trained, keep the buffers as they are now."""
     DROP = "D"
@@ -109,6 +111,10 @@ def steps_of(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]
         yield from loaded.send(p, len(phases) - 1)
 
 
+_AFTER_BACKWARD = (Verb.UPDATE,), (Verb.REDUCE, Verb.UPDATE)
+"""Verbs that end an update: in one process, in several."""
+
+
 def _depth_first(phase: Phase, index: int, loaded: _Loaded, first_update: int) -> Iterator[Step]:
     """Yields a phase with all its partitions loaded: L0+ L1+ F0.0 B1.0 B0.0 U1 U0 F0.1 ..., or one: L0+ B0.0 U0 B0.1 U0."""
     for p in [p for p in loaded if p not in phase.partitions]:
@@ -116,16 +122,17 @@ def _depth_first(phase: Phase, index: int, loaded: _Loaded, first_update: int) -
     for p in phase.partitions:
         yield from loaded.bring(p, phase, index, to_update=phase.loads_state(p))
     training = phase.kind is PhaseKind.TRAIN
-    for m, span in phase.spans(first_update):
-        # A training phase's last partition runs forward in its BACKWARD, if it has one.
-        lowest = phase.lowest if training else phase.last + 1
-        for p in range(phase.partition, phase.last + (lowest > phase.last)):
-            yield Step(Verb.FORWARD, p, m, index)
-        for p in range(phase.last, lowest - 1, -1):
-            yield Step(Verb.BACKWARD, p, m, index)
-        if (training or phase.kind is PhaseKind.STATISTICS) and span.ends_update:
-            for p in reversed(phase.partitions):
-                yield Step(Verb.UPDATE, p, phase=index)
+    # A training phase's last partition runs forward in its BACKWARD, if it has one.
+    lowest = phase.lowest if training else phase.last + 1
+    for update in range(first_update, phase.updates):
+        for m in phase.own_micro_batches(update):
+            for p in range(phase.partition, phase.last + (lowest > phase.last)):
+                yield Step(Verb.FORWARD, p, m, index)
+            for p in range(phase.last, lowest - 1, -1):
+                yield Step(Verb.BACKWARD, p, m, index)
+        if training or phase.kind is PhaseKind.STATISTICS:
+            for verb in _AFTER_BACKWARD[phase.ranks > 1]:
+                yield from (Step(verb, p, phase=index) for p in reversed(phase.partitions))
 
 
 def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> Iterator[Step]:
@@ -135,7 +142,7 @@ def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> It
     is updated as soon as it has its gradients, so only one holds gradients at a time; if updates wait for the total norm,
     gradients of streamed partitions wait at home, and those of partitions that stay wait on the device.
     """
-    micro_batches, training = [m for m, _ in phase.spans_of(update)], phase.kind is PhaseKind.TRAIN
+    micro_batches, training = phase.own_micro_batches(update), phase.kind is PhaseKind.TRAIN
     first, last = phase.partition, phase.last
     lowest = phase.lowest if training else last + 1
     for p in [p for p in loaded if p != first and (p in phase.streams or p not in phase.partitions)]:
@@ -146,7 +153,7 @@ def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> It
         yield from loaded.bring(p, phase, index, to_update=not streams and phase.loads_state(p))
         yield from (Step(Verb.FORWARD, p, m, index) for m in micro_batches)
         if training and p < lowest:
-            yield Step(Verb.UPDATE, p, phase=index)
+            yield from (Step(verb, p, phase=index) for verb in _AFTER_BACKWARD[phase.ranks > 1])
         if streams:
             yield from loaded.send(p, index)
     for p in range(last, lowest - 1, -1):
@@ -154,6 +161,8 @@ def _breadth_first(phase: Phase, index: int, loaded: _Loaded, update: int) -> It
         waits = phase.defers_updates and phase.trains(p) and not (streams and p == lowest)
         yield from loaded.bring(p, phase, index, to_update=phase.loads_state(p) and not (streams and waits))
         yield from (Step(Verb.BACKWARD, p, m, index) for m in micro_batches)
+        if phase.ranks > 1:
+            yield Step(Verb.REDUCE, p, phase=index)
         if waits:
             waiting.append(p)
         else:
@@ -176,7 +185,7 @@ def _in_pairs(phase: Phase, index: int, loaded: _Loaded, update: int) -> Iterato
     later score owns the loss. Gradients of a score wait at home for its next pair, and it is updated after its last.
     """
     common, scores = phase.partition, phase.partitions[1:]
-    micro_batches = [m for m, _ in phase.spans_of(update)]
+    micro_batches = phase.own_micro_batches(update)
     for p in [p for p in loaded if p != common]:
         yield from loaded.send(p, max(index - 1, 0))
     yield from loaded.bring(common, phase, index, to_update=True)

@@ -1,0 +1,225 @@
+"""The processes of one run under torchrun, its ranks: what they tell one another, and how they add up gradients.
+
+torchrun starts them and names them in the environment; torch.distributed carries the bytes, gloo for host memory and NCCL for
+that of GPUs. All values of a sum are added in the order of the ranks, so that W ranks of one micro-batch each have the bits of
+one process that accumulates W; a ring's sum has not.
+"""
+
+import atexit
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from seqpart.device.device import Device
+from seqpart.errors import OptionError, OtherRank
+
+T = TypeVar("T")
+CHUNK = 4 << 20
+"""Bytes of gradients that are exchanged at a time."""
+_PATIENCE = timedelta(days=7)
+"""How long a rank waits for another, which may be saving a checkpoint or evaluating. One that has ended is noticed at once."""
+
+
+class Ranks:
+    """One process alone, which has nobody to tell anything."""
+
+    number, count, per_machine, said = 0, 1, 1, ""
+    room = 0
+    """Bytes that an exchange of gradients takes for a moment."""
+
+    @property
+    def leads(self) -> bool:
+        """True for the rank that prints, plans and saves."""
+        return self.number == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Returns the values of all ranks, in order."""
+        return [value]
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """A context in which the first rank calls `tell`; its error is raised by `told` on the others."""
+        yield
+
+    def tell(self, value: object) -> None:
+        """Gives `value` from the first rank to the others, which call `told`; does nothing on these."""
+
+    def told(self) -> Any:
+        """Returns what the first rank tells, or raises its error."""
+        raise AssertionError("one process alone is the first")
+
+    def send(self, buffer: torch.Tensor) -> None:
+        """Fills `buffer`, in host memory, on every rank with what it holds on the first."""
+
+    def add_up(self, parameters: Sequence[torch.nn.Parameter]) -> int:
+        """Replaces gradients by their sums over all ranks; a parameter without one adds nothing. Returns the bytes sent."""
+        return 0
+
+
+class Group(Ranks):
+    """The ranks of torchrun."""
+
+    room = 4 * CHUNK
+
+    def __init__(self, device: Device, environment: Mapping[str, str]) -> None:
+        self.number, self.count = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
+        self.per_machine = int(environment.get("LOCAL_WORLD_SIZE", self.count))
+        self._device, self._telling = device, False
+        self.said = f"{self.count} processes share each update's rows; the limit is that of each"
+        if torch.get_num_threads() == 1 and self.per_machine > 1:
+            self.said += ". Each computes on one thread (torchrun sets OMP_NUM_THREADS=1 unless you do), which gives other bits"
+        with self._others_heard():
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", timeout=_PATIENCE)
+                atexit.register(dist.destroy_process_group)
+            self._words: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._sums: Any = self._words if device.kind != "cuda" else dist.new_group(backend="nccl", timeout=_PATIENCE)
+
+    def gather(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.count
+        with self._others_heard():
+            dist.all_gather_object(found, value, group=self._words)
+        return found
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        self._telling = True
+        try:
+            yield
+        except Exception as error:
+            if self.leads and self._telling:
+                self.tell(_portable(error))
+            raise
+
+    def tell(self, value: object) -> None:
+        if self.leads:
+            self._telling = False
+            with self._others_heard():
+                dist.broadcast_object_list([value], group=self._words)
+
+    def told(self) -> Any:
+        found: list[Any] = [None]
+        with self._others_heard():
+            dist.broadcast_object_list(found, group=self._words)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    def send(self, buffer: torch.Tensor) -> None:
+        with self._others_heard():
+            dist.broadcast(buffer, 0, group=self._words)
+
+    def add_up(self, parameters: Sequence[torch.nn.Parameter]) -> int:
+        there = self.gather([None if parameter.grad is None else parameter.grad.stride() for parameter in parameters])
+        alike: dict[tuple[torch.dtype, tuple[int, ...]], list[torch.Tensor]] = {}
+        for parameter, *strides in zip(parameters, *there, strict=True):
+            if ranks := tuple(rank for rank, one in enumerate(strides) if one is not None):
+                stride = strides[ranks[0]]
+                if parameter.grad is None:
+                    parameter.grad = parameter.detach().new_empty_strided(parameter.shape, stride).zero_()
+                as_it_lies = all(strides[rank] == stride for rank in ranks)
+                alike.setdefault((parameter.grad.dtype, ranks), []).append(_flat(parameter.grad, as_it_lies=as_it_lies))
+        with self._others_heard(), torch.no_grad():
+            return sum(self._add_up(pieces, ranks) for (_, ranks), own in alike.items() for pieces in _chunks(own))
+
+    def _add_up(self, pieces: Sequence[torch.Tensor], ranks: Sequence[int]) -> int:
+        """Replaces a chunk of gradients by the sum of those of `ranks`: each rank adds up a part of it for all."""
+        sizes = [piece.numel() for piece in pieces]
+        each = -(-sum(sizes) // self.count)
+        whole = pieces[0].new_zeros(self.count, each)
+        flat = whole.view(-1)[: sum(sizes)]
+        torch.cat([piece.reshape(-1) for piece in pieces], out=flat)
+        parts = torch.empty_like(whole)
+        dist.all_to_all_single(parts, whole, group=self._sums)
+        mine = parts[ranks[0]]
+        for rank in ranks[1:]:
+            mine += parts[rank]
+        dist.all_gather([*whole], mine, group=self._sums)
+        for piece, found in zip(pieces, torch.split(flat, sizes), strict=True):
+            piece.copy_(found.view(piece.shape))
+        return 2 * (self.count - 1) * each * whole.element_size()
+
+    @contextmanager
+    def _others_heard(self) -> Iterator[None]:
+        """Raises OtherRank where torch.distributed says that a process does not answer any more."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if self._device.is_out_of_memory(error):
+                raise
+            raise OtherRank(
+                f"rank {self.number} cannot exchange with the others any more. One has most likely ended, and its own message says "
+                f"why. torch.distributed says: {str(error).splitlines()[0][:200]}."
+            ) from None
+
+
+def _flat(gradient: torch.Tensor, *, as_it_lies: bool) -> torch.Tensor:
+    """The gradient's memory as one row, in its own order, if it lies without gaps and in the same way on every rank."""
+    without_gaps = 1 + sum((n - 1) * stride for n, stride in zip(gradient.shape, gradient.stride(), strict=True))
+    return gradient.as_strided((gradient.numel(),), (1,)) if as_it_lies and without_gaps == gradient.numel() else gradient
+
+
+def _chunks(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yields pieces of the gradients, of CHUNK bytes together. A piece is a view, in which a sum is written back."""
+    pieces, left = list[torch.Tensor](), CHUNK
+    for gradient in gradients:
+        for piece in torch.split(gradient, CHUNK // gradient.element_size()) if gradient.ndim == 1 else [gradient]:
+            if pieces and piece.nbytes > left:
+                yield pieces
+                pieces, left = [], CHUNK
+            pieces.append(piece)
+            left -= piece.nbytes
+    if pieces:
+        yield pieces
+
+
+def _portable(error: Exception) -> Exception:
+    """The error as the other ranks can raise it."""
+    try:
+        found: Exception = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return OtherRank(f"rank 0 ended: {error}")
+    return found
+
+
+def started_by_torchrun() -> bool:
+    """True in a process that is one of several that torchrun, or a program like it, has started."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def leads() -> bool:
+    """True in the process that prints and saves."""
+    return not started_by_torchrun() or int(os.environ["RANK"]) == 0
+
+
+def begun_before(folder: Path | None) -> Path | None:
+    """Returns the directory of a run that torchrun has started again after a rank had ended, if it was begun there."""
+    again = started_by_torchrun() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return folder if again and folder is not None and folder.exists() else None
+
+
+ALONE = Ranks()
+
+
+@cache
+def _group(device: Device) -> Group:
+    return Group(device, os.environ)
+
+
+def ranks_of(device: Device) -> Ranks:
+    """Returns the ranks of this run, and connects them; a process that was started alone is alone."""
+    return _group(device) if started_by_torchrun() else ALONE
+
+
+def refuse_ranks(what: str, cure: str) -> None:
+    """Raises OptionError if torchrun has started several processes, for what only one can do."""
+    if started_by_torchrun():
+        raise OptionError(f"{what} is done by one process, and torchrun has started {os.environ['WORLD_SIZE']}. {cure}")
