@@ -25,7 +25,7 @@ from seqpart.data.step_losses import StepLosses
 from seqpart.data.unlabelled import WithoutLabels, needs_labels
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
-from seqpart.device.ranks import begun_before, leads, ranks_of, refuse_ranks
+from seqpart.device.ranks import begun_before, leads, per_machine, ranks_of, refuse_ranks
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import MemoryUsage, highest
 from seqpart.errors import DoesNotFit, Interrupted, OptionError
@@ -134,7 +134,8 @@ class Trainer:
             raise OptionError("--compile: the model is compiled already. Give it as it was written, or leave --compile out.")
         self.device = open_device(settings.device)
         if str(settings.mem_limit).strip().lower() == "auto":  # what is free is looked at once: it changes all the time
-            settings = replace(settings, mem_limit=limit_of(settings.mem_limit, self.device))
+            share = per_machine() if self.device.shares_memory else 1
+            settings = replace(settings, mem_limit=limit_of(settings.mem_limit, self.device) // share)
         self.settings = settings
         load(settings.trackers)  # the plan is to see what they hold
         self._held = highest()

@@ -1,10 +1,13 @@
 """Opens devices by the names that users give."""
 
+import os
+
 import torch
 
 from seqpart.device.card import load
 from seqpart.device.cuda import CudaDevice
 from seqpart.device.device import Device
+from seqpart.device.ranks import started_by_torchrun
 from seqpart.errors import OptionError
 
 _DEFAULT_CARD = "rtx3060-12gb"
@@ -41,7 +44,7 @@ def open_device(name: str) -> Device:
         raise OptionError(f"--device: expected auto, cpu, cuda or cuda:N, sim or sim:CARD; found {name!r}.")
     if not torch.cuda.is_available():
         raise OptionError(f"--device {name}: no usable CUDA GPU was found. Use --device cpu.")
-    number = int(rest or 0)
+    number = int(rest or (os.environ.get("LOCAL_RANK", "0") if started_by_torchrun() else 0))
     if number >= torch.cuda.device_count():
         raise OptionError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA GPU(s), counted from 0.")
     return CudaDevice(number)

@@ -13,16 +13,17 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from seqpart.device.device import Device
 from seqpart.errors import OptionError, OtherRank
 
 T = TypeVar("T")
-CHUNK = 4 << 20
+CHUNK = 2 << 20
 """Bytes of gradients that are exchanged at a time."""
 _PATIENCE = timedelta(days=7)
 """How long a rank waits for another, which may be saving a checkpoint or evaluating. One that has ended is noticed at once."""
@@ -31,7 +32,7 @@ _PATIENCE = timedelta(days=7)
 class Ranks:
     """One process alone, which has nobody to tell anything."""
 
-    number, count, per_machine, said = 0, 1, 1, ""
+    number, count, said = 0, 1, ""
     room = 0
     """Bytes that an exchange of gradients takes for a moment."""
 
@@ -67,18 +68,20 @@ class Ranks:
 class Group(Ranks):
     """The ranks of torchrun."""
 
-    room = 4 * CHUNK
+    room = 8 * CHUNK
 
     def __init__(self, device: Device, environment: Mapping[str, str]) -> None:
         self.number, self.count = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
-        self.per_machine = int(environment.get("LOCAL_WORLD_SIZE", self.count))
         self._device, self._telling = device, False
         self.said = f"{self.count} processes share each update's rows; the limit is that of each"
-        if torch.get_num_threads() == 1 and self.per_machine > 1:
+        if torch.get_num_threads() == 1 and per_machine() > 1:
             self.said += ". Each computes on one thread (torchrun sets OMP_NUM_THREADS=1 unless you do), which gives other bits"
         with self._others_heard():
             if not dist.is_initialized():
-                dist.init_process_group("gloo", timeout=_PATIENCE)
+                # torchrun keeps its store when it starts ranks again, and gloo would find addresses of those that have ended.
+                store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+                attempt = cast(Any, dist).PrefixStore(environment.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+                dist.init_process_group("gloo", store=attempt, rank=self.number, world_size=self.count, timeout=_PATIENCE)
                 atexit.register(dist.destroy_process_group)
             self._words: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
             self._sums: Any = self._words if device.kind != "cuda" else dist.new_group(backend="nccl", timeout=_PATIENCE)
@@ -109,8 +112,9 @@ class Group(Ranks):
         found: list[Any] = [None]
         with self._others_heard():
             dist.broadcast_object_list(found, group=self._words)
-        if isinstance(found[0], Exception):
-            raise found[0]
+        if isinstance(error := found[0], Exception):
+            error.is_told = True  # type: ignore[attr-defined]
+            raise error
         return found[0]
 
     def send(self, buffer: torch.Tensor) -> None:
@@ -156,8 +160,8 @@ class Group(Ranks):
             if self._device.is_out_of_memory(error):
                 raise
             raise OtherRank(
-                f"rank {self.number} cannot exchange with the others any more. One has most likely ended, and its own message says "
-                f"why. torch.distributed says: {str(error).splitlines()[0][:200]}."
+                f"rank {self.number} cannot exchange with the others any more. One has most likely ended, and its own message "
+                f"says why. torch.distributed says: {str(error).splitlines()[0][:200]}."
             ) from None
 
 
@@ -195,9 +199,19 @@ def started_by_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
+def per_machine() -> int:
+    """Number of processes of the run on this machine, which share its memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if started_by_torchrun() else 1
+
+
 def leads() -> bool:
     """True in the process that prints and saves."""
     return not started_by_torchrun() or int(os.environ["RANK"]) == 0
+
+
+def is_told(error: BaseException) -> bool:
+    """True for an error that the first rank has printed, or will print."""
+    return getattr(error, "is_told", False) or (isinstance(error, KeyboardInterrupt) and not leads())
 
 
 def begun_before(folder: Path | None) -> Path | None:

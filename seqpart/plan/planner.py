@@ -8,6 +8,7 @@ from functools import partial
 import seqpart.plan.problem as planning
 from seqpart.data.row_packs import RowPack
 from seqpart.device.limit import margin_of, refused
+from seqpart.device.ranks import per_machine
 from seqpart.errors import DoesNotFit, OptionError
 from seqpart.fields import values_of
 from seqpart.methods import methods_named
@@ -415,7 +416,7 @@ class Planner(Inputs):
     def _host_budget(self) -> int:
         asked, free = self.settings.ram_limit, self.host_free
         if asked is None:
-            return 0 if self.device.shares_memory else free // 2 // self.ranks.per_machine
+            return 0 if self.device.shares_memory else free // 2 // per_machine()
         budget = parse_size(asked, total=free, free=free, name="--ram-limit")
         if budget > free and not (self.dry and self.device.hardware is not None):  # a simulated card has a machine of its own
             asked, most = format_size(budget), format_size(free)

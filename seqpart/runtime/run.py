@@ -16,7 +16,7 @@ from seqpart.data.reader import ReaderThread
 from seqpart.device.device import Device
 from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
 from seqpart.device.sampler import MEMORY, Proof, Sampler
-from seqpart.errors import Diverged, LimitExceeded, OutOfMemory, StoreError, resuming
+from seqpart.errors import Diverged, Interrupted, LimitExceeded, OutOfMemory, StoreError, resuming
 from seqpart.interrupts import Interrupts
 from seqpart.methods.ist.moving import Parting
 from seqpart.methods.ist.parts import JointChain
@@ -435,12 +435,13 @@ class Run:
             self.pauses.unfreeze(updates_before(phases, executor.position)[0])
         try:
             self.watch.at_rest(executor, phases, self.heard)
+            self._agree()
         except Exception as error:
             self._remember_best(executor)  # the checkpoint's evaluations name it
-            self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
+            if self.ranks.leads:
+                self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
             raise
         self._remember_best(executor)
-        self._agree()
         self.watch.end_here(executor.step.phase, phases)
         with self._saved_first():
             self.saving.at_rest(executor, self._partitions, phases)
@@ -463,13 +464,13 @@ class Run:
     def _saved_first(self) -> Iterator[None]:
         """A context in which a signal ends the other ranks only when the first has saved: torchrun ends those that are left."""
         ends = self.ranks.count > 1 and self.interrupts.waiting
-        if ends and not self.ranks.leads:
-            self.ranks.gather(None)
+        if ends and not self.ranks.leads and (root := self.ranks.gather(None)[0]) is not None:
+            raise Interrupted(root)
         try:
             yield
         finally:
             if ends and self.ranks.leads:
-                self.ranks.gather(None)
+                self.ranks.gather(self.places.directory.root if self._settings.saves else None)
 
     def _remember_best(self, executor: Executor) -> None:
         if self.watch.has_new_best:

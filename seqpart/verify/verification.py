@@ -27,6 +27,7 @@ import xxhash
 from seqpart.data.splits import Split
 from seqpart.device.limit import limit_for
 from seqpart.device.usage import MemoryUsage
+from seqpart.device.ranks import refuse_ranks
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
 from seqpart.methods import EXACT, METHODS
 from seqpart.model.compiled import as_written, original
@@ -295,6 +296,7 @@ def _method_for(reuse: Plan, options: dict[str, Any]) -> str:
 def _refuse(steps: int, reference: str, sweep: int, options: dict[str, Any]) -> None:
     if steps < 1:
         raise OptionError(f"--steps: expected a number of updates from 1 up; found {steps}.")
+    refuse_ranks("verify", "Start one.")
     if sweep < 0:
         raise OptionError(f"--sweep: expected a number of plans from 0 up; found {sweep}.")
     if options.get("compile"):

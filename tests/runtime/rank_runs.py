@@ -1,0 +1,118 @@
+"""The runs that test_ranks.py makes under torchrun and by one process: `rank_runs.py FOLDER runs`, or `FOLDER SIGKILL RANK`."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from seqpart import Trainer
+from seqpart.errors import SeqpartError
+
+ROWS = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
+CLASSES = torch.arange(40) % 5
+SOME = CLASSES.where(torch.arange(40) % 3 > 0, -100)
+RANKS, BATCH = 2, 16
+COMMON = {"mem_limit": "2GB", "optimizer": "adam", "batch_size": BATCH, "epochs": 2, "lr": 1e-2, "seed": 3, "quiet": True}
+
+
+def chain(*between):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), *between, nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 5))
+
+
+def channels_last():
+    torch.manual_seed(0)
+    layers = nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 2), nn.Flatten(), nn.Linear(8, 5)
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
+def tied():
+    model = chain(nn.Tanh(), nn.utils.skip_init(nn.Linear, 32, 32))
+    nn.init.zeros_(model[2].bias)
+    model[2].weight = model[4].weight
+    return model
+
+
+CASES = {
+    "streamed": (
+        chain,
+        CLASSES,
+        {"method": "streamed", "partitions": 3, "optimizer": "adam", "clip_grad_norm": 0.1, "shuffle": False},
+    ),
+    "checkpointed": (chain, CLASSES, {"method": "checkpointed", "partitions": 2, "optimizer": "sgd", "momentum": 0.9}),
+    "labels that do not count": (chain, SOME, {"method": "full"}),
+    "dropout": (lambda: chain(nn.Dropout(0.5)), CLASSES, {"method": "streamed", "partitions": 2}),
+    "running statistics": (lambda: chain(nn.BatchNorm1d(32)), CLASSES, {"method": "streamed", "partitions": 2}),
+    "tied weights": (tied, CLASSES, {"method": "streamed", "partitions": 3}),
+    "channels last": (channels_last, CLASSES, {"method": "full"}),
+    "steps on the host": (chain, CLASSES, {"method": "streamed", "partitions": 2, "optimizer_on": "host", "ram_limit": "1GB"}),
+    "the best weights": (chain, CLASSES, {"method": "auto", "eval_every": "1epoch", "keep_best": True, "lr": 0.5}),
+}
+REFUSED = {
+    "sil": {"method": "sil", "partitions": 2},
+    "micro-batch": {"method": "full", "micro_batch_size": BATCH},
+    "batch": {"method": "full", "batch_size": 1},
+    "limit": {"method": "full", "mem_limit": "1MB"},
+    "rows": {"method": "full"},
+}
+
+
+def fitted(name, folder, **more):
+    """The result and the trained model of a case."""
+    make, labels, options = CASES[name]
+    model = make()
+    trainer = Trainer(model, output_dir=folder, micro_batch_size=BATCH // RANKS, **{**COMMON, **options}, **more)
+    return trainer.fit((ROWS, labels), (ROWS, labels)), model
+
+
+def runs(folder, rank):
+    for name in CASES:
+        result, model = fitted(name, folder / name.replace(" ", "-"))
+        told = result.train_losses, result.test_loss, result.accuracy, str(result.weights), len(result.proofs)
+        torch.save((model.state_dict(), told), folder / f"{name}-{rank}.pt")
+    said = {}
+    for name, options in REFUSED.items():
+        try:
+            rows = ROWS + (rank if name == "rows" else 0)
+            Trainer(chain(), output_dir=folder / f"refused-{name}", **{**COMMON, **options}).fit((rows, CLASSES))
+        except SeqpartError as error:
+            said[name] = type(error).__name__, str(error)
+    try:
+        with Trainer(chain(), method="full", **COMMON).session((ROWS, CLASSES)):
+            pass
+    except SeqpartError as error:
+        said["session"] = type(error).__name__, str(error)
+    (folder / f"said-{rank}.json").write_text(json.dumps(said))
+
+
+class Signal:
+    """A callback that sends its process a signal, once, after an update."""
+
+    def __init__(self, rank, update, number):
+        self.here = int(os.environ.get("RANK", "-1")) == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        self.update, self.number = update, number
+
+    def on_step(self, event):
+        if self.here and event.update == self.update:
+            os.kill(os.getpid(), self.number)
+
+
+def uninterrupted(folder, callbacks=(), **resume):
+    """The weights of a run that saves after each update."""
+    model, place = chain(), {} if resume else {"output_dir": folder}
+    options = {**COMMON, "method": "streamed", "partitions": 3, "micro_batch_size": BATCH // RANKS, "save_every": 1, **place}
+    Trainer(model, **options).fit((ROWS, CLASSES), callbacks=callbacks, **resume)
+    return model.state_dict()
+
+
+if __name__ == "__main__":
+    at, number = Path(sys.argv[1]), int(os.environ["RANK"])
+    if sys.argv[2] == "runs":
+        runs(at, number)
+    else:
+        found = uninterrupted(at / "run", [Signal(int(sys.argv[3]), 3, getattr(signal, sys.argv[2]))])
+        torch.save(found, at / f"{number}.pt")

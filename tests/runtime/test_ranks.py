@@ -1,0 +1,123 @@
+"""Several processes of torchrun train one model, with the bits of one process that accumulates their micro-batches."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime import rank_runs
+
+SCRIPT = Path(__file__).parent / "rank_runs.py"
+
+
+def torchrun(*arguments, ranks=rank_runs.RANKS, restarts=0, check=True):
+    """Runs the script, or a module, in several processes. Standalone: on a port of its own, since tests run beside others."""
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    done = subprocess.run(
+        [sys.executable, *command, *map(str, arguments)], capture_output=True, text=True, timeout=240, check=False
+    )  # fmt: skip
+    assert not check or done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """The folder in which two ranks have left what they found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torchrun(SCRIPT, folder, "runs")
+    return folder
+
+
+def plain_loop(epochs, ranks):
+    """The weights of a loop that accumulates the gradients of as many micro-batches as there are ranks."""
+    model = rank_runs.chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    for _ in range(epochs):
+        for x, y in zip(rank_runs.ROWS.split(rank_runs.BATCH), rank_runs.CLASSES.split(rank_runs.BATCH), strict=True):
+            for rows, labels in zip(x.split(rank_runs.BATCH // ranks), y.split(rank_runs.BATCH // ranks), strict=True):
+                (nn.functional.cross_entropy(model(rows), labels) * (len(rows) / len(x))).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.fixture
+def one_thread():
+    """As many as torchrun gives to each process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", rank_runs.CASES)
+def test_two_ranks_of_a_micro_batch_each_have_the_bits_of_one_process_that_accumulates_two(name, together, tmp_path):
+    """The last batch of 8 rows is one micro-batch: the second rank has none of it."""
+    result, model = rank_runs.fitted(name, tmp_path / "run")
+    alone = model.state_dict()
+    for rank in range(rank_runs.RANKS):
+        found, (losses, loss, accuracy, weights, proofs) = torch.load(together / f"{name}-{rank}.pt")
+        parameters = dict(model.named_parameters())
+        for key, tensor in found.items():
+            assert torch.equal(tensor, alone[key]) or (key not in parameters and name == "running statistics"), key
+        assert losses == result.train_losses and proofs == rank_runs.RANKS
+        assert (loss, accuracy) == (result.test_loss, result.accuracy) or name == "running statistics"
+        assert Path(weights).is_file() and Path(weights).parent == together / name.replace(" ", "-")
+    assert sorted(path.name for path in together.glob("rank-*")) == [], "the second rank leaves nothing"
+
+
+def test_running_statistics_are_those_of_the_first_rank_as_in_torch_s_own_data_parallel(together):
+    first, second = (torch.load(together / f"running statistics-{rank}.pt")[0] for rank in range(2))
+    model = rank_runs.chain(nn.BatchNorm1d(32))
+    assert first["1.num_batches_tracked"] == 6 and not torch.equal(first["1.running_mean"], model[1].running_mean)
+    for key, tensor in first.items():
+        assert torch.equal(tensor, second[key]), key
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_two_ranks_have_the_bits_of_a_plain_loop(together):
+    plain = plain_loop(rank_runs.COMMON["epochs"], rank_runs.RANKS)
+    for rank in range(rank_runs.RANKS):
+        for key, tensor in torch.load(together / f"streamed-{rank}.pt")[0].items():
+            assert torch.equal(tensor, plain[key]), key
+
+
+def test_what_several_processes_cannot_share_is_refused_by_all_of_them(together):
+    first, second = (json.loads((together / f"said-{rank}.json").read_text()) for rank in range(2))
+    assert first == second and {name: kind for name, (kind, _) in first.items()} == {
+        "sil": "OptionError", "micro-batch": "OptionError", "batch": "OptionError", "limit": "DoesNotFit", "rows": "DataError",
+        "session": "OptionError",
+    }  # fmt: skip
+    assert "torchrun has started 2" in first["sil"][1] and "DistributedSampler" in first["rows"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_starts_again_with_the_others_from_the_newest_checkpoint(killed, tmp_path, one_thread):
+    done = torchrun(SCRIPT, tmp_path, "SIGKILL", killed, restarts=1)
+    assert "cannot exchange with the others any more" in done.stderr
+    for key, tensor in rank_runs.uninterrupted(tmp_path / "alone").items():
+        for rank in range(2):
+            assert torch.equal(torch.load(tmp_path / f"{rank}.pt")[key], tensor), key
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_saves_the_run_and_one_process_may_go_on_with_it(tmp_path, one_thread):
+    done = torchrun(SCRIPT, tmp_path, "SIGTERM", 1, check=False)
+    assert done.returncode and done.stderr.count("Interrupted: the run is saved") == 2, done.stderr
+    found = rank_runs.uninterrupted(tmp_path / "alone")
+    for key, tensor in rank_runs.uninterrupted(tmp_path / "run", resume=tmp_path / "run").items():
+        assert torch.equal(tensor, found[key]), key
+
+
+@pytest.mark.slow
+def test_a_refusal_is_printed_once(tmp_path):
+    command = ["--mem-limit", "1MB", "--method", "full", "--depth", "2", "--width", "16", "--output-dir", tmp_path / "run"]
+    done = torchrun("-m", "seqpart.train", *command, check=False)
+    assert done.stderr.count("DoesNotFit:") == 1 and done.returncode == 1
