@@ -138,7 +138,7 @@ class Group(Ranks):
         """Replaces a chunk of gradients by the sum of those of `ranks`: each rank adds up a part of it for all."""
         sizes = [piece.numel() for piece in pieces]
         each = -(-sum(sizes) // self.count)
-        whole = pieces[0].new_zeros(self.count, each)
+        whole = pieces[0].new_empty(self.count, each)
         flat = whole.view(-1)[: sum(sizes)]
         torch.cat([piece.reshape(-1) for piece in pieces], out=flat)
         parts = torch.empty_like(whole)

@@ -56,6 +56,8 @@ class SilMethod(Method):
                 shuffle=work.shuffle,
                 epochs=part.epochs,
                 views=work.views,
+                rank=work.rank,
+                ranks=work.ranks,
             )
             behind: tuple[Phase, ...] = (test,) if work.test_rows else ()
             if p < last:

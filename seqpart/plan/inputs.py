@@ -249,17 +249,17 @@ class Inputs:
     def _refuse_ranks(self) -> None:
         """Raises OptionError for what several processes cannot share."""
         settings, count = self.settings, self.ranks.count
-        if not settings.is_exact or settings.unfreeze is not None:
-            option = "--unfreeze" if settings.is_exact else f"--method {settings.method}"
+        if self.methods[0].in_pairs or self.methods[0].has_subnets or settings.unfreeze is not None:
+            option = f"--method {settings.method}" if settings.unfreeze is None else "--unfreeze"
             raise OptionError(
                 f"{option} is trained by one process, and torchrun has started {count}. Take --method auto, streamed, "
-                "checkpointed or full without --unfreeze, or start one."
+                "checkpointed, full or sil without --unfreeze, or start one."
             )
-        most = -(-self.full_batch // count)
-        if self.full_batch < count or (settings.micro_batch_size or 1) > most:
-            found = f"--micro-batch-size {settings.micro_batch_size}" if self.full_batch >= count else f"{count} processes"
+        least = min(values_of(settings.batch_size), default=1)
+        if least < count or (settings.micro_batch_size or 1) > self.shared(least):
+            found = f"--micro-batch-size {settings.micro_batch_size}" if least >= count else f"{count} processes"
             raise OptionError(
-                f"--batch-size {self.full_batch} is shared by {count} processes, each of which takes at least one micro-batch; "
+                f"--batch-size {least} is shared by {count} processes, each of which takes at least one micro-batch; "
                 f"found {found}. Give a larger batch, or smaller micro-batches."
             )
 
@@ -473,7 +473,7 @@ class Inputs:
     @property
     def recovery_batch(self) -> int:
         """Rows of one update in recovery."""
-        return self.shared(min(self.settings.recovery_batch_size or self.largest_batch, self.train.count))
+        return min(self.settings.recovery_batch_size or self.largest_batch, self.train.count)
 
     def shared(self, rows: int) -> int:
         """Returns the most rows of these that one of the processes takes."""

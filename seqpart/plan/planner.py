@@ -116,7 +116,7 @@ class Planner(Inputs):
             micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
             cuts_behind=self.cuts_behind, every_learns=not self.exact, learns_alone=self.row_pack.has_one_that_learns,
-            train_rows=self.shared(self.epoch_rows),
+            train_rows=self.epoch_rows,
             test_rows=self.test.count, saved=request.saved, auto=self.settings.method == "auto",
             draft=request.draft, steps=self._steps(request),
         )  # fmt: skip
@@ -238,8 +238,8 @@ class Planner(Inputs):
         row_packs = tuple(self.row_pack(block_costs[last - 1]) for _, last, _ in candidate.parts)
         streamed = recovery.candidate if recovery is not None else candidate
         exchange_bytes = planning.host_boundaries(
-            replace(problem, batch_size=max(problem.batch_size, self.recovery_batch)), streamed.parts, streamed.micro_batch,
-            streamed.resources.tiers,
+            replace(problem, batch_size=max(problem.batch_size, self.shared(self.recovery_batch))), streamed.parts,
+            streamed.micro_batch, streamed.resources.tiers,
         )  # fmt: skip
         rooms = planning.graph_rooms(
             costs, candidate.resources.graphs_at_host,
@@ -308,8 +308,9 @@ class Planner(Inputs):
                 "is nothing to recover. Leave it out, or cut with --partitions."
             )
         asked = replace(
-            problem, starts=tuple(part[0] for part in candidate.parts), count=None, batch_size=self.recovery_batch, known={},
-            the_batch=self.recovery_batch, loss_of=partial(self.loss_cost, request, true=True), saved=request.recovery,
+            problem, starts=tuple(part[0] for part in candidate.parts), count=None, known={},
+            batch_size=(batch := self.shared(self.recovery_batch)), the_batch=batch,
+            loss_of=partial(self.loss_cost, request, true=True), saved=request.recovery,
         )  # fmt: skip
         found = fastest_of(asked, STREAMED, request.limit - margin_of(request.limit))
         if found is None:

@@ -26,8 +26,8 @@ import xxhash
 
 from seqpart.data.splits import Split
 from seqpart.device.limit import limit_for
-from seqpart.device.usage import MemoryUsage
 from seqpart.device.ranks import refuse_ranks
+from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
 from seqpart.methods import EXACT, METHODS
 from seqpart.model.compiled import as_written, original

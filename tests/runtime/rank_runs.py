@@ -50,10 +50,11 @@ CASES = {
     "tied weights": (tied, CLASSES, {"method": "streamed", "partitions": 3}),
     "channels last": (channels_last, CLASSES, {"method": "full"}),
     "steps on the host": (chain, CLASSES, {"method": "streamed", "partitions": 2, "optimizer_on": "host", "ram_limit": "1GB"}),
+    "sil": (chain, CLASSES, {"method": "sil", "partitions": 2, "recovery_epochs": 1}),
     "the best weights": (chain, CLASSES, {"method": "auto", "eval_every": "1epoch", "keep_best": True, "lr": 0.5}),
 }
 REFUSED = {
-    "sil": {"method": "sil", "partitions": 2},
+    "ist": {"method": "ist", "subnets": 2},
     "micro-batch": {"method": "full", "micro_batch_size": BATCH},
     "batch": {"method": "full", "batch_size": 1},
     "limit": {"method": "full", "mem_limit": "1MB"},

@@ -91,10 +91,10 @@ def test_two_ranks_have_the_bits_of_a_plain_loop(together):
 def test_what_several_processes_cannot_share_is_refused_by_all_of_them(together):
     first, second = (json.loads((together / f"said-{rank}.json").read_text()) for rank in range(2))
     assert first == second and {name: kind for name, (kind, _) in first.items()} == {
-        "sil": "OptionError", "micro-batch": "OptionError", "batch": "OptionError", "limit": "DoesNotFit", "rows": "DataError",
+        "ist": "OptionError", "micro-batch": "OptionError", "batch": "OptionError", "limit": "DoesNotFit", "rows": "DataError",
         "session": "OptionError",
     }  # fmt: skip
-    assert "torchrun has started 2" in first["sil"][1] and "DistributedSampler" in first["rows"][1]
+    assert "torchrun has started 2" in first["ist"][1] and "DistributedSampler" in first["rows"][1]
 
 
 @pytest.mark.slow
