@@ -130,6 +130,8 @@ class Inputs:
         self.exact, self.alone = self.methods[0].exact, self.methods[0].alone
         if settings.partitions not in ("auto", 1):  # `auto` takes a method that can
             self.methods = tuple(method for method in self.methods if method.cuts)
+        if self.ranks.count > 1:
+            self._refuse_ranks()
         ignored = ignored_label(final_loss)
         of_its_own = ignored is None and not self.alone  # the user's loss decides what labels mean
         self.classes = count_classes(train, test, ignored, learns=trains and whole and not of_its_own)
@@ -231,8 +233,6 @@ class Inputs:
 
     def _check_model(self, trains: bool) -> None:
         self._refuse_giants()
-        if self.ranks.count > 1:
-            self._refuse_ranks()
         rows, whole = self.full_batch, self.chain.whole
         costs = self.costs_at(rows)[: len(whole)]
         if trains and not any(cost.trainable for cost in costs):
@@ -247,14 +247,8 @@ class Inputs:
         self._refuse_unfit_schedule()
 
     def _refuse_ranks(self) -> None:
-        """Raises OptionError for what several processes cannot share."""
+        """Raises OptionError for batches that several processes cannot share."""
         settings, count = self.settings, self.ranks.count
-        if self.methods[0].in_pairs or self.methods[0].has_subnets or settings.unfreeze is not None:
-            option = f"--method {settings.method}" if settings.unfreeze is None else "--unfreeze"
-            raise OptionError(
-                f"{option} is trained by one process, and torchrun has started {count}. Take --method auto, streamed, "
-                "checkpointed, full or sil without --unfreeze, or start one."
-            )
         least = min(values_of(settings.batch_size), default=1)
         if least < count or (settings.micro_batch_size or 1) > self.shared(least):
             found = f"--micro-batch-size {settings.micro_batch_size}" if least >= count else f"{count} processes"

@@ -194,6 +194,16 @@ def test_at_full_size_an_example_says_what_it_needs(name, tmp_path, monkeypatch,
 
 
 @pytest.mark.slow
+def test_two_processes_of_torchrun_have_the_weights_of_one(tmp_path):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command, environment = [EXAMPLES / "torchrun_two_processes.sh", tmp_path], {**os.environ, "PATH": path}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=300, cwd=EXAMPLES.parent
+    )
+    assert done.returncode == 0 and "byte for byte" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["timm", "transformers"])
 def test_an_example_says_in_one_line_what_is_not_installed(name, tmp_path):
     example = {"timm": "finetune_vit_on_folder", "transformers": "finetune_llama_from_directory"}[name]

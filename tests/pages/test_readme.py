@@ -81,6 +81,13 @@ HOW = {
     PLAN_FOR_A_CARD: "run with a small network (slow)",
     f"python -m seqpart.train --model torchvision:resnet50 --data folder:DIR {AUTO}": "run smaller by test_whole_models (slow)",
     f"python -m seqpart.train --model hf:DIR --data text:FILE {AUTO}": "run smaller by test_whole_models (slow)",
+    **dict.fromkeys(
+        (
+            f"torchrun --nproc-per-node=2 -m seqpart.train {AUTO} --output-dir runs/mine",
+            "torchrun --nproc-per-node=2 -m seqpart.train ...", "torchrun --max-restarts 3",
+        ),
+        "run smaller by test_ranks and test_examples (slow)",
+    ),
     "python -m benchmarks.prediction": "there",
     "python -m benchmarks.prediction architectures": "there",
     "python -m benchmarks.campaign": "there",
@@ -119,8 +126,8 @@ HOW = {
 
 
 def printed_commands():
-    blocks = re.findall(r"^    (?:\$ )?((?:python|pip|seqpart|\.\.\.) .*)$", PROSE, re.MULTILINE)
-    ticks = re.findall(r"`((?:python|pip|seqpart|tools/check|pytest|mkdocs)(?: [^`\n]*)?)`", PROSE)
+    blocks = re.findall(r"^    (?:\$ )?((?:python|pip|seqpart|torchrun|\.\.\.) .*)$", PROSE, re.MULTILINE)
+    ticks = re.findall(r"`((?:python|pip|seqpart|torchrun|tools/check|pytest|mkdocs)(?: [^`\n]*)?)`", PROSE)
     return {command.strip() for line in [*blocks, *ticks] for command in line.split(" && ")} - {"seqpart", "...", "python"}
 
 
