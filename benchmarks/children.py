@@ -14,8 +14,9 @@ LAST_LINES = 12
 """How many of a failed program's complaint are told."""
 
 
-def command(module: str, *words: object) -> list[str]:
-    return [sys.executable, "-m", module, *map(str, words)]
+def command(module: str, *words: object, ranks: int = 1) -> list[str]:
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    return [sys.executable, *several, "-m", module, *map(str, words)]
 
 
 def one_thread() -> dict[str, str]:
@@ -29,20 +30,24 @@ def shown(module: str, *words: object) -> None:
 
 
 def output(
-    module: str, *words: object, name: str | None = None, text: str | None = None, environment: Mapping[str, str] | None = None
-) -> str:
+    module: str, *words: object, name: str | None = None, text: str | None = None,
+    environment: Mapping[str, str] | None = None, ranks: int = 1,
+) -> str:  # fmt: skip
     """All that it printed, given `text`. Raises RuntimeError with `name` and the last lines of its complaint."""
-    done = subprocess.run(command(module, *words), input=text, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        command(module, *words, ranks=ranks), input=text, capture_output=True, text=True, env=environment, check=False
+    )
     if done.returncode:
         raise RuntimeError("\n".join([f"{name or module}:", *done.stderr.strip().splitlines()[-LAST_LINES:]]))
     return done.stdout
 
 
 def printed(
-    module: str, *words: object, name: str | None = None, environment: Mapping[str, str] | None = None
+    module: str, *words: object, name: str | None = None, environment: Mapping[str, str] | None = None, ranks: int = 1
 ) -> dict[str, Any]:
-    """Its last line, as JSON."""
-    found: dict[str, Any] = json.loads(output(module, *words, name=name, environment=environment).splitlines()[-1])
+    """Its last line, as JSON; that of the first of several ranks."""
+    said = output(module, *words, name=name, environment=environment, ranks=ranks)
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 

@@ -1,6 +1,8 @@
-"""One arm of benchmarks/streamed_speed.py and benchmarks/frontier.py in a process of its own: prints one JSON line.
+"""One arm of benchmarks/streamed_speed.py, frontier.py and scaling.py in a process of its own: prints one JSON line. Under
+torchrun several share an update, of --batch rows each, and the first prints.
 
-plain     a plain PyTorch loop with PyTorch's own settings and all memory; with --segments torch's checkpoint_sequential in it
+plain     a plain PyTorch loop with PyTorch's own settings and all memory; with --segments torch's checkpoint_sequential in it;
+          in several processes with DistributedDataParallel
 streamed  seqpart, by --method
 compute   the same steps without loads and saves: what the computation alone takes
 io        the same loads and saves without computation: what the disk alone takes
@@ -24,6 +26,7 @@ WARM_UP = 3
 """Updates that are not timed: first touches, state that is not at home yet."""
 SETTLED, SMALL = 120, 4 << 20
 RATE, SEED = 1e-4, 0
+RANK, RANKS = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
 
 
 def blocks_of(arguments: argparse.Namespace) -> list[Any]:
@@ -57,7 +60,10 @@ def plain(arguments: argparse.Namespace) -> dict[str, Any]:
 
     digits = load_digits()
     x, y = rows_of(arguments.network or "", torch.from_numpy(digits.data), torch.from_numpy(digits.target))
-    model = torch.nn.Sequential(*build_all(blocks_of(arguments), SEED))
+    model: torch.nn.Module = torch.nn.Sequential(*build_all(blocks_of(arguments), SEED))
+    if RANKS > 1:
+        torch.distributed.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
     batch, segments = arguments.batch, arguments.segments
     took, losses, used = [], [], Used()
@@ -65,7 +71,8 @@ def plain(arguments: argparse.Namespace) -> dict[str, Any]:
         if number == WARM_UP:
             used = Used()
         began = time.perf_counter()
-        picked = torch.arange(number * batch, (number + 1) * batch) % len(x)
+        first = (number * RANKS + RANK) * batch
+        picked = torch.arange(first, first + batch) % len(x)
         output = model(x[picked]) if not segments else checkpoint_sequential(model, segments, x[picked], use_reentrant=False)
         loss = mean_loss(output, y[picked])
         loss.backward()
@@ -111,6 +118,7 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
             self.ends: list[float] = []
             self.used: list[Used] = []
             self.verbs: dict[str, float] = {}
+            self.sent = 0
 
         def begin(self, phases: Any, *rest: Any) -> None:
             self.phases = phases
@@ -121,6 +129,7 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
                 if len(self.ends) >= WARM_UP:
                     name = event.step.verb.name
                     self.verbs[name] = self.verbs.get(name, 0.0) + event.seconds
+                    self.sent += event.bytes_written if event.step.verb is Verb.REDUCE else 0
                 if event.step.verb is Verb.UPDATE and event.step.partition == 0:
                     self.ends.append(time.perf_counter())
                     self.used.append(Used())
@@ -129,7 +138,7 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.arm != "streamed":
         idle(arguments.arm)
     watch = Watch()
-    x, y = rows(arguments.network or "", arguments.batch * arguments.updates)
+    x, y = rows(arguments.network or "", arguments.batch * RANKS * arguments.updates)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         options = {"micro_batch_size": arguments.batch} if not arguments.any_micro_batch else {}
         if arguments.partitions:
@@ -137,7 +146,8 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
         result = Trainer(
             blocks_of(arguments), mean_loss if arguments.network == "T" else None,
             mem_limit=arguments.limit, method=arguments.method, epochs=1,
-            batch_size=arguments.batch, lr=RATE, seed=SEED, shuffle=False, output_dir=Path(folder) / "run", save_every="never",
+            batch_size=arguments.batch * RANKS, lr=RATE, seed=SEED, shuffle=False,
+            output_dir=Path(folder) / "run", save_every="never",
             **options,
         ).fit((x, y), (x[:256], y[:256]), reporter=watch)  # fmt: skip
     ends = watch.ends[WARM_UP - 1 :]
@@ -148,6 +158,8 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
         "peak": result.proof.peak, "predicted": plan.peak, "predicted seconds": plan.update_seconds, "method": plan.method,
         "loss": result.train_losses[-1] if result.train_losses else None,  # without computation there is none
         "violations": result.proof.violations, "runtime": plan.runtime,
+        "sent": watch.sent // max(1, len(ends) - 1), "peaks": [proof.peak for proof in result.proofs],
+        "gradients": sum(part.gradients for part in plan.partitions),
         "partitions": len(plan.partitions), "slots": plan.slots, "boundary_tiers": plan.tiers,
         "stays": sorted(plan.stays), "weights_stay": sorted(plan.weights_stay),
         "keeps": sorted(plan.keeps), "offloads": sorted(plan.offloads),
@@ -203,8 +215,8 @@ def idle(arm: str) -> None:
     Partition.update = update  # type: ignore[method-assign]
 
 
-def run_arm(name: str, *options: object, folder: Path) -> dict[str, Any]:
-    """What the arm `name` printed in a process of its own, with its homes under `folder`.
+def run_arm(name: str, *options: object, folder: Path, ranks: int = 1, threads: int | None = None) -> dict[str, Any]:
+    """What the arm `name` printed in a process of its own, or in several, with its homes under `folder`.
 
     Raises RuntimeError with its last lines where it failed.
     """
@@ -212,9 +224,11 @@ def run_arm(name: str, *options: object, folder: Path) -> dict[str, Any]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
     if name != "plain":
         environment |= {"GOMP_SPINCOUNT": "1000", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         return children.printed(
-            "benchmarks.streamed_arm", name, *options, "--folder", place, name=name, environment=environment
+            "benchmarks.streamed_arm", name, *options, "--folder", place, name=name, environment=environment, ranks=ranks
         )
 
 
@@ -237,7 +251,8 @@ def main() -> None:
     arguments = parser.parse_args()
     found = plain(arguments) if arguments.arm == "plain" else streamed(arguments)
     found["median"] = median(found["seconds"])
-    print(json.dumps(found), file=sys.stdout if not arguments.verbose else sys.stderr)
+    if RANK == 0:
+        print(json.dumps(found), file=sys.stdout if not arguments.verbose else sys.stderr)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,10 @@ class Ranks:
         """Returns what the first rank tells, or raises its error."""
         raise AssertionError("one process alone is the first")
 
+    def any(self, *said: bool) -> list[bool]:
+        """Returns what any of the ranks says of each."""
+        return list(said)
+
     def send(self, buffer: torch.Tensor) -> None:
         """Fills `buffer`, in host memory, on every rank with what it holds on the first."""
 
@@ -117,20 +121,30 @@ class Group(Ranks):
             raise error
         return found[0]
 
+    def any(self, *said: bool) -> list[bool]:
+        return self._bytes_of_all(said).any(0).tolist()
+
+    def _bytes_of_all(self, own: Sequence[int]) -> torch.Tensor:
+        """Returns the same numbers, below 256, of all ranks: (ranks, numbers)."""
+        found = torch.empty(self.count, len(own), dtype=torch.uint8)
+        with self._others_heard():
+            dist.all_gather([*found], torch.tensor(own, dtype=torch.uint8), group=self._words)
+        return found
+
     def send(self, buffer: torch.Tensor) -> None:
         with self._others_heard():
             dist.broadcast(buffer, 0, group=self._words)
 
     def add_up(self, parameters: Sequence[torch.nn.Parameter]) -> int:
-        there = self.gather([None if parameter.grad is None else parameter.grad.stride() for parameter in parameters])
+        parameters = [parameter for parameter in parameters if parameter.numel()]
+        kinds = self._bytes_of_all([_kind_of(parameter) for parameter in parameters])
         alike: dict[tuple[torch.dtype, tuple[int, ...]], list[torch.Tensor]] = {}
-        for parameter, *strides in zip(parameters, *there, strict=True):
-            if ranks := tuple(rank for rank, one in enumerate(strides) if one is not None):
-                stride = strides[ranks[0]]
+        for parameter, kind in zip(parameters, kinds.unbind(1), strict=True):
+            if ranks := tuple(kind.nonzero().flatten().tolist()):
                 if parameter.grad is None:
-                    parameter.grad = parameter.detach().new_empty_strided(parameter.shape, stride).zero_()
-                as_it_lies = all(strides[rank] == stride for rank in ranks)
-                alike.setdefault((parameter.grad.dtype, ranks), []).append(_flat(parameter.grad, as_it_lies=as_it_lies))
+                    parameter.grad = torch.zeros_like(parameter)
+                flat = _in_a_row(parameter.grad) if kind.max() == _AS_THE_WEIGHT else parameter.grad
+                alike.setdefault((parameter.grad.dtype, ranks), []).append(flat)
         with self._others_heard(), torch.no_grad():
             return sum(self._add_up(pieces, ranks) for (_, ranks), own in alike.items() for pieces in _chunks(own))
 
@@ -165,10 +179,21 @@ class Group(Ranks):
             ) from None
 
 
-def _flat(gradient: torch.Tensor, *, as_it_lies: bool) -> torch.Tensor:
-    """The gradient's memory as one row, in its own order, if it lies without gaps and in the same way on every rank."""
-    without_gaps = 1 + sum((n - 1) * stride for n, stride in zip(gradient.shape, gradient.stride(), strict=True))
-    return gradient.as_strided((gradient.numel(),), (1,)) if as_it_lies and without_gaps == gradient.numel() else gradient
+_AS_THE_WEIGHT, _OTHERWISE = 1, 2
+"""How a gradient lies in memory: without gaps and in the order of its weight, or not so."""
+
+
+def _kind_of(parameter: torch.nn.Parameter) -> int:
+    if parameter.grad is None:
+        return 0
+    without_gaps = 1 + sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    alike = parameter.grad.stride() == parameter.stride() and without_gaps == parameter.numel()
+    return _AS_THE_WEIGHT if alike else _OTHERWISE
+
+
+def _in_a_row(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient's memory as one row, in its own order."""
+    return gradient.as_strided((gradient.numel(),), (1,))
 
 
 def _chunks(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

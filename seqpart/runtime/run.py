@@ -455,9 +455,9 @@ class Run:
     def _agree(self) -> None:
         """Makes a signal, or a callback's stop, that one of several ranks was told hold for all."""
         if self.ranks.count > 1:
-            told = self.ranks.gather((self.interrupts.has_come, self.watch.ending.asked))
-            self.interrupts.agree(came=any(came for came, _ in told))
-            for _, why in told:
+            came, ends = self.ranks.any(self.interrupts.has_come, bool(self.watch.ending.asked))
+            self.interrupts.agree(came=came)
+            for why in self.ranks.gather(self.watch.ending.asked) if ends else ():
                 self.watch.ending.ask(why)
 
     @contextmanager
