@@ -7,11 +7,9 @@ one process that accumulates W; a ring's sum has not.
 
 import atexit
 import os
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,12 +18,12 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from seqpart.device.device import Device
-from seqpart.errors import OptionError, OtherRank
+from seqpart.errors import OptionError, OtherRank, SeqpartError
 
 T = TypeVar("T")
 CHUNK = 2 << 20
 """Bytes of gradients that are exchanged at a time."""
-_PATIENCE = timedelta(days=7)
+_PATIENCE = timedelta(days=1)
 """How long a rank waits for another, which may be saving a checkpoint or evaluating. One that has ended is noticed at once."""
 
 
@@ -57,7 +55,7 @@ class Ranks:
         """Returns what the first rank tells, or raises its error."""
         raise AssertionError("one process alone is the first")
 
-    def any(self, *said: bool) -> list[bool]:
+    def any_of(self, *said: bool) -> list[bool]:
         """Returns what any of the ranks says of each."""
         return list(said)
 
@@ -103,7 +101,7 @@ class Group(Ranks):
             yield
         except Exception as error:
             if self.leads and self._telling:
-                self.tell(_portable(error))
+                self.tell(error if isinstance(error, SeqpartError) else OtherRank(f"rank 0 ended: {error!r}."))
             raise
 
     def tell(self, value: object) -> None:
@@ -121,7 +119,7 @@ class Group(Ranks):
             raise error
         return found[0]
 
-    def any(self, *said: bool) -> list[bool]:
+    def any_of(self, *said: bool) -> list[bool]:
         return self._bytes_of_all(said).any(0).tolist()
 
     def _bytes_of_all(self, own: Sequence[int]) -> torch.Tensor:
@@ -210,15 +208,6 @@ def _chunks(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield pieces
 
 
-def _portable(error: Exception) -> Exception:
-    """The error as the other ranks can raise it."""
-    try:
-        found: Exception = pickle.loads(pickle.dumps(error))
-    except Exception:
-        return OtherRank(f"rank 0 ended: {error}")
-    return found
-
-
 def started_by_torchrun() -> bool:
     """True in a process that is one of several that torchrun, or a program like it, has started."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
@@ -248,14 +237,17 @@ def begun_before(folder: Path | None) -> Path | None:
 ALONE = Ranks()
 
 
-@cache
-def _group(device: Device) -> Group:
-    return Group(device, os.environ)
+_GROUPS: dict[str, Group] = {}
+"""The connected ranks, by the kind of their devices."""
 
 
 def ranks_of(device: Device) -> Ranks:
     """Returns the ranks of this run, and connects them; a process that was started alone is alone."""
-    return _group(device) if started_by_torchrun() else ALONE
+    if not started_by_torchrun():
+        return ALONE
+    if device.kind not in _GROUPS:
+        _GROUPS[device.kind] = Group(device, os.environ)
+    return _GROUPS[device.kind]
 
 
 def refuse_ranks(what: str, cure: str) -> None:

@@ -455,7 +455,7 @@ class Run:
     def _agree(self) -> None:
         """Makes a signal, or a callback's stop, that one of several ranks was told hold for all."""
         if self.ranks.count > 1:
-            came, ends = self.ranks.any(self.interrupts.has_come, bool(self.watch.ending.asked))
+            came, ends = self.ranks.any_of(self.interrupts.has_come, bool(self.watch.ending.asked))
             self.interrupts.agree(came=came)
             for why in self.ranks.gather(self.watch.ending.asked) if ends else ():
                 self.watch.ending.ask(why)
