@@ -7,6 +7,7 @@ one process that accumulates W; a ring's sum has not.
 
 import atexit
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +24,8 @@ from seqpart.errors import OptionError, OtherRank, SeqpartError
 T = TypeVar("T")
 CHUNK = 2 << 20
 """Bytes of gradients that are exchanged at a time."""
+_TRIES, _TRIED = 4, 512 << 10
+"""How often, and with how many bytes, the speed of an exchange is measured."""
 _PATIENCE = timedelta(days=1)
 """How long a rank waits for another, which may be saving a checkpoint or evaluating. One that has ended is noticed at once."""
 
@@ -62,6 +65,10 @@ class Ranks:
     def send(self, buffer: torch.Tensor) -> None:
         """Fills `buffer`, in host memory, on every rank with what it holds on the first."""
 
+    def seconds_of(self, nbytes: int) -> float:
+        """Returns the seconds that an exchange of so many bytes of gradients is expected to take."""
+        return 0.0
+
     def add_up(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Replaces gradients by their sums over all ranks; a parameter without one adds nothing. Returns the bytes sent."""
         return 0
@@ -87,6 +94,22 @@ class Group(Ranks):
                 atexit.register(dist.destroy_process_group)
             self._words: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
             self._sums: Any = self._words if device.kind != "cuda" else dist.new_group(backend="nccl", timeout=_PATIENCE)
+        self._latency = self._tried(1)
+        self._rate = _TRIED / max(1e-9, self._tried(_TRIED // 4) - self._latency)
+
+    def _tried(self, count: int) -> float:
+        """Returns the seconds that an exchange of `count` gradients takes."""
+        weight, took = torch.nn.Parameter(torch.zeros(count, device=self._device.torch)), list[float]()
+        for _ in range(_TRIES):
+            weight.grad = torch.zeros_like(weight)
+            self.gather(None)
+            began = time.perf_counter()
+            self.add_up([weight])
+            took.append(time.perf_counter() - began)
+        return min(took)
+
+    def seconds_of(self, nbytes: int) -> float:
+        return self._latency + nbytes / self._rate
 
     def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.count

@@ -456,6 +456,15 @@ class Planner(Inputs):
             )  # fmt: skip
         if recovery is not None:
             seconds += recovery.seconds * self._updates(self.settings.recovery_epochs, self.recovery_batch)
+        exchanged, count = sum(cost.gradients for cost in costs if cost.trainable), self.ranks.count
+        exchanged = exchanged // len(costs) if self.alone else exchanged
+        waits = self.ranks.seconds_of(exchanged)
+        if count > 1:
+            seconds += waits * sum(phase.updates * times for phase, times in counted(phases) if phase.ranks > 1)
+            said = (
+                f"an update exchanges {format_size(exchanged)} of gradients with {count - 1} other process(es): {waits:.3g} s"
+            )
+            reasons = (*reasons, said + (", divided among the partitions" if self.alone else ""))
         return Plan(
             method=method.name, device=self.device.name, limit=problem.limit, margin=margin_of(problem.limit),
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
@@ -465,7 +474,7 @@ class Planner(Inputs):
                 all_states=not self.alone or bool(self.settings.recovery_epochs) or self.settings.averages,
                 remembers=self.settings.keep_best), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
-            slots=used.resources.slots, update_seconds=round(candidate.seconds, 4),
+            slots=used.resources.slots, update_seconds=round(candidate.seconds + waits, 4),
             heap=used.heap, tile=self.chain.tile, loss_chunks=loss_chunks,
             live_bytes=self.live_bytes, frozen=sum(cost.frozen for cost in costs),
         )  # fmt: skip
