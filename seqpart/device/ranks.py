@@ -62,8 +62,12 @@ class Ranks:
         """Returns what any of the ranks says of each."""
         return list(said)
 
-    def send(self, buffer: torch.Tensor) -> None:
-        """Fills `buffer`, in host memory, on every rank with what it holds on the first."""
+    def send(self, buffer: torch.Tensor, source: int = 0) -> None:
+        """Fills `buffer`, in host memory, on every rank with what it holds on rank `source`."""
+
+    def give(self, weights: Sequence[torch.Tensor], owner: int) -> int:
+        """Fills `weights` on every rank with what they are on rank `owner`. Returns the bytes sent."""
+        return 0
 
     def seconds_of(self, nbytes: int) -> float:
         """Returns the seconds that an exchange of so many bytes of gradients is expected to take."""
@@ -152,9 +156,21 @@ class Group(Ranks):
             dist.all_gather([*found], torch.tensor(own, dtype=torch.uint8), group=self._words)
         return found
 
-    def send(self, buffer: torch.Tensor) -> None:
+    def send(self, buffer: torch.Tensor, source: int = 0) -> None:
         with self._others_heard():
-            dist.broadcast(buffer, 0, group=self._words)
+            dist.broadcast(buffer, source, group=self._words)
+
+    def give(self, weights: Sequence[torch.Tensor], owner: int) -> int:
+        alike: dict[torch.dtype, list[torch.Tensor]] = {}
+        for weight in weights:
+            alike.setdefault(weight.dtype, []).append(_in_a_row(weight) if _is_dense(weight) else weight)
+        with self._others_heard(), torch.no_grad():
+            for pieces in (chunk for own in alike.values() for chunk in _chunks(own)):
+                flat = torch.cat([piece.reshape(-1) for piece in pieces])
+                dist.broadcast(flat, owner, group=self._sums)
+                for piece, found in zip(pieces, torch.split(flat, [p.numel() for p in pieces]), strict=True):
+                    piece.copy_(found.view(piece.shape))
+        return sum(weight.nbytes for weight in weights) * (self.count - 1 if owner == self.number else 0)
 
     def add_up(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         parameters = [parameter for parameter in parameters if parameter.numel()]
@@ -207,9 +223,13 @@ _AS_THE_WEIGHT, _OTHERWISE = 1, 2
 def _kind_of(parameter: torch.nn.Parameter) -> int:
     if parameter.grad is None:
         return 0
-    without_gaps = 1 + sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    alike = parameter.grad.stride() == parameter.stride() and without_gaps == parameter.numel()
+    alike = parameter.grad.stride() == parameter.stride() and _is_dense(parameter)
     return _AS_THE_WEIGHT if alike else _OTHERWISE
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if it lies in memory without gaps, in whatever order."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
 
 
 def _in_a_row(gradient: torch.Tensor) -> torch.Tensor:

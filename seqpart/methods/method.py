@@ -117,6 +117,8 @@ class Workload:
     rank: int = 0
     ranks: int = 1
     """Number of this process, and of all that share the micro-batches of each update."""
+    divides_state: bool = False
+    """True if each rank has the optimizer state of some partitions alone, where the schedule lets it."""
     one_value: bool = True
     """True if only one value crosses each boundary, whose rows can wait in a file."""
     recovery: Recovery | None = None

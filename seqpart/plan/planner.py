@@ -353,6 +353,7 @@ class Planner(Inputs):
             synthetic_inputs=self.settings.sil_inputs == "synthetic", views=self.settings.views,
             one_value=planning.handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
             rank=self.ranks.number, ranks=self.ranks.count,
+            divides_state=self.ranks.count > 1 and self.exact and not self.settings.averages,
         )  # fmt: skip
 
     def _partition_costs(

@@ -301,10 +301,14 @@ class Executor:
         stays = step.partition not in phase.streams
         place = phase.stage, phase.share_of(self.position.updates)[0]
         partition.update(self._rate(phase, self.position.updates), clip, stays=stays, place=place)
+        sent = 0
+        if phase.divides_state and phase.trains(step.partition):
+            sent = self._ranks.give(list(partition.trainable.values()), phase.owner_of(step.partition))
+            partition.changed = True
         if partition.optimizer is not None and phase.trains(step.partition):
             self.learning_rate = partition.optimizer.param_groups[0].get("lr")
             self.gradient_norm = clip[1] if clip is not None else None
-        return 0, 0
+        return 0, sent
 
     def _mark_homes(self) -> None:
         """Marks the homes if all that the last update changed is at home or being saved: a failed update rolls back to here."""

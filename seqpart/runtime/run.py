@@ -245,7 +245,7 @@ class Run:
         try:
             self.reporter.record("export", file=str(self.exports.write(self.homes.export)), updates=self.exports.last)
         except StoreError as error:
-            if self._settings.saves:
+            if self._settings.saves and not self._divides_state:
                 with suppress(StoreError):
                     self.saving.save(at, metrics)
                     self.reporter.add_note(error, f"The run is saved: go on with {resuming(self.places.directory.root)}")
@@ -384,7 +384,7 @@ class Run:
         """Saves after an error ended a step, when every home is as the executor's position says."""
         self.failed_at = executor.position
         self._go_back(self.failed_at)
-        if self._settings.saves:
+        if self._settings.saves and not self._divides_state:
             self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
 
     @property
@@ -435,16 +435,19 @@ class Run:
             self.pauses.unfreeze(updates_before(phases, executor.position)[0])
         try:
             self.watch.at_rest(executor, phases, self.heard)
-            self._agree()
+            due = self._agree(self.saving.is_due(executor.position, phases))
         except Exception as error:
             self._remember_best(executor)  # the checkpoint's evaluations name it
-            if self.ranks.leads:
+            if self.ranks.leads and not self._divides_state:
                 self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
             raise
         self._remember_best(executor)
         self.watch.end_here(executor.step.phase, phases)
+        if self._divides_state and (due or self.interrupts.waiting):
+            self.saving.flush(executor, self._partitions)
+            self.homes.collect_states()
         with self._saved_first():
-            self.saving.at_rest(executor, self._partitions, phases)
+            self.saving.at_rest(executor, self._partitions, due=due and self.ranks.leads)
         self._stopped = not self._observer.at_rest(executor)
         trained = executor.step.verb is Verb.UPDATE
         self.exports.at_rest(phases, executor.position, self.watch.evaluations.all, trained=trained)
@@ -452,13 +455,20 @@ class Run:
         # Newly trainable parameters need a new executor, and an export all memory.
         return not self._stopped and not (self.pauses.changed or self.exports.due) and goes_on
 
-    def _agree(self) -> None:
-        """Makes a signal, or a callback's stop, that one of several ranks was told hold for all."""
+    def _agree(self, due: bool) -> bool:
+        """Makes a signal, or a callback's stop, that one of several ranks was told hold for all. Returns True if a checkpoint
+        is `due` in the first."""
         if self.ranks.count > 1:
-            came, ends = self.ranks.any_of(self.interrupts.has_come, bool(self.watch.ending.asked))
+            came, ends, due = self.ranks.any_of(self.interrupts.has_come, bool(self.watch.ending.asked), due)
             self.interrupts.agree(came=came)
             for why in self.ranks.gather(self.watch.ending.asked) if ends else ():
                 self.watch.ending.ask(why)
+        return due
+
+    @cached_property
+    def _divides_state(self) -> bool:
+        """True if other ranks have optimizer state that the first must be given before it saves."""
+        return any(phase.divides_state for phase, _ in counted(self.prepared.phases))
 
     @contextmanager
     def _saved_first(self) -> Iterator[None]:

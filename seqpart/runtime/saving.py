@@ -49,19 +49,22 @@ class Saving:
         """Starts counting time, as training begins. changed: save at once, as the run differs from the latest checkpoint."""
         self._saved_at, self._changed = time.monotonic(), changed
 
-    def at_rest(self, executor: Executor, partitions: Sequence[Partition], phases: Sequence[Phase]) -> None:
-        """Saves a checkpoint if one is due, and obeys a signal. Called where the whole run stands at a position.
-
-        Raises Diverged before it saves anything that is not finite, and Interrupted.
-        """
+    def is_due(self, at: Position, phases: Sequence[Phase]) -> bool:
+        """Returns True if a checkpoint is due. Call it once wherever the whole run stands at a position."""
         self._updates_since += 1
         updates, seconds = self._every
-        due = self._saves and (
+        return self._saves and (
             (updates is not None and self._updates_since >= updates)
             or (seconds is not None and time.monotonic() - self._saved_at >= seconds)
             or self._changed
-            or _begins_training(phases, executor.position)
+            or _begins_training(phases, at)
         )
+
+    def at_rest(self, executor: Executor, partitions: Sequence[Partition], *, due: bool) -> None:
+        """Saves a checkpoint if it is due, and obeys a signal. Called where the whole run stands at a position.
+
+        Raises Diverged before it saves anything that is not finite, and Interrupted.
+        """
         self._look_for_proof(executor)
         if not self._saves and time.monotonic() - self._saved_at >= _HOME_EVERY:
             executor.flush()

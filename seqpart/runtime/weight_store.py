@@ -1,8 +1,8 @@
 """Homes of weights and rows during a run: filled from the model and the data or from a checkpoint, and given back."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,21 +121,41 @@ class WeightStore:
                 self._write_rows(name)
 
     def share(self) -> None:
-        """Gives the other ranks the homes of the first: weights, and optimizer state of a run that goes on."""
+        """Gives the other ranks the homes of the first: weights, and optimizer state that they need in a run that goes on."""
+        ranks, chain = self._planner.ranks, self._prepared.chain
+        others = {block.state_home for p, block in self._placed() if self._owner_of(p) not in (None, ranks.number)}
+        if ranks.count > 1:
+            self._pass([name for block in chain for name in (block.home, block.state_home)], 0, lambda name: name not in others)
+
+    def collect_states(self) -> None:
+        """Gives the first rank the optimizer state that each of the others has alone."""
+        for owner in range(1, self._planner.ranks.count):
+            names = [block.state_home for p, block in self._placed() if self._owner_of(p) == owner]
+            self._pass(names, owner, lambda _: self._planner.ranks.leads)
+
+    def _placed(self) -> Iterator[tuple[int, Block]]:
+        """Yields each block with its partition's number."""
+        for p, part in enumerate(self._prepared.plan.partitions):
+            yield from ((p, block) for block in self._prepared.chain[part.first : part.last])
+
+    def _owner_of(self, p: int) -> int | None:
+        """Returns the rank that has p's optimizer state alone; None if all have it."""
+        return next((phase.owner_of(p) for phase, _ in counted(self._prepared.phases) if phase.divides_state), None)
+
+    def _pass(self, names: Iterable[str], source: int, takes: Callable[[str], bool]) -> None:
+        """Gives homes of rank `source`, as far as it has them, to the others that take them."""
         ranks = self._planner.ranks
-        if ranks.count == 1:
-            return
-        chain = self._prepared.chain
-        names = [name for block in chain for name in (block.home, block.state_home) if name in self.store]
-        for name, layout in ranks.gather([(name, self.store.layout(name)) for name in names])[0]:
-            with self.store.sink(name, layout, REQUEST) if not ranks.leads else nullcontext() as sink, ExitStack() as stack:
-                source = stack.enter_context(closing(self.store.source(name, REQUEST))) if ranks.leads else None
+        gives = ranks.number == source
+        for name, layout in ranks.gather([(name, self.store.layout(name)) for name in names if name in self.store])[source]:
+            with ExitStack() as stack:
+                given = stack.enter_context(closing(self.store.source(name, REQUEST))) if gives else None
+                sink = stack.enter_context(self.store.sink(name, layout, REQUEST)) if takes(name) and not gives else None
                 left = sum(spec.nbytes for spec in layout.specs)
                 while left:
                     piece = torch.empty(min(left, REQUEST), dtype=torch.uint8)
-                    if source is not None:
-                        source.fill(bytes_of(piece))
-                    ranks.send(piece)
+                    if given is not None:
+                        given.fill(bytes_of(piece))
+                    ranks.send(piece, source)
                     if sink is not None:
                         sink.append(bytes_of(piece))
                     left -= len(piece)

@@ -105,6 +105,8 @@ class Phase:
     rank: int = 0
     ranks: int = 1
     """Number of this process, and of all that share the micro-batches of each update."""
+    divides_state: bool = False
+    """True if each partition's optimizer state is on one rank alone, which makes its step and gives the others the weights."""
 
     def __str__(self) -> str:
         epoch = f".{self.epoch}" if self.kind in (PhaseKind.TRAIN, PhaseKind.SPLIT, PhaseKind.MERGE) else ""
@@ -186,7 +188,11 @@ class Phase:
 
     def loads_state(self, p: int) -> bool:
         """True if p's optimizer state is loaded to the device, since p learns and its step is computed there."""
-        return self.trains(p) and p not in self.host_steps
+        return self.trains(p) and p not in self.host_steps and (not self.divides_state or self.owner_of(p) == self.rank)
+
+    def owner_of(self, p: int) -> int:
+        """Returns the rank that has p's optimizer state, if they divide it."""
+        return p % self.ranks
 
     def keeps_graph(self, p: int) -> bool:
         """True if p keeps its graph. The last partition runs forward in its BACKWARD, those below `lowest` have no BACKWARD."""

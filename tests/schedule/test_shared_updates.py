@@ -53,6 +53,13 @@ def test_every_process_adds_up_each_partition_s_gradients_before_its_update_also
     assert spelled(Order.MICRO_BATCHES, 1) == "L0+ L1+ F0.1 B1.1 B0.1 R1 R0 U1 U0 R1 R0 U1 U0 D0 D1"
 
 
+def test_each_process_loads_the_optimizer_state_of_its_own_partitions_alone():
+    for rank in (0, 1):
+        words = spelled(Order.PARTITIONS, rank, divides_state=True).split()
+        assert f"L{rank}+" in words and f"L{1 - rank}+" not in words
+        assert {"U0", "U1"} <= set(words), "where the others are given the weights"
+
+
 def test_gradients_that_wait_for_their_norm_are_added_up_before_they_go_home():
     words = spelled(Order.PARTITIONS, 1, defers_updates=True).split()
     assert words.index("R1") < words.index("D1+") < words.index("U1")
