@@ -7,8 +7,8 @@
 
 Every outcome is a line of benchmarks/results/census-models.jsonl; the last of a name counts. Each model has a process of its
 own with a limit of time and memory: two updates of SGD in a loop that anyone would write, then the same in three partitions.
-Of timm and torchvision it is the smallest model of each module, of transformers each kind of configuration with its first
-head, made small by rule. Dropout is off. benchmarks.models tries fewer models, and more of each.
+What is tried of each library says the page. All is made small by rule, and dropout is off. benchmarks.models tries fewer
+models, and more of each.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import collections
 import contextlib
 import copy
 import importlib
-import importlib.metadata
+import inspect
 import json
 import multiprocessing
 import os
@@ -26,8 +26,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import groupby, product
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,16 +38,17 @@ import torch
 from torch import nn
 
 from benchmarks import children, quick, record
-from benchmarks.models import CENSUS, PAGE, Rows, made, output_of, plain, streamed
+from benchmarks.models import CENSUS, PAGE, Rows, made, output_of, plain, returned, streamed, the_one
 from benchmarks.record import origin
-from benchmarks.whole_models import CLASSES, LENGTH, WORDS, Example, judged
-from seqpart.capture.capture import chain_of
-from seqpart.data.splits import as_split
+from benchmarks.whole_models import CLASSES, LENGTH, WORDS, Example, everything, judged
 from seqpart.errors import SeqpartError
 
 BATCH, ROWS, SECONDS, MEMORY, LARGEST = 2, 4, 60, 8 << 30, 150_000_000
-KNOWN = "census-models.jsonl"
-LIBRARIES = ("timm", "transformers", "torchvision")
+KNOWN, MOST = "census-models.jsonl", 60
+FURTHER = "transformers, further heads"
+LIBRARIES = (
+    "timm", "transformers", "torchvision", FURTHER, "diffusers", "segmentation_models_pytorch", "monai", "open_clip",
+)  # fmt: skip
 IMPORTED = ("torch._dynamo", "torchao.optim", "torchvision.datasets", "transformers.modeling_utils", "scipy.optimize")
 """What each process would import for itself, for seconds, where it is installed."""
 HEADS = (
@@ -58,7 +60,7 @@ SMALL: tuple[tuple[str, Any], ...] = (
     (r"(unpadded_)?vocab_size.*", 99),
     (r"hidden_size|d_model|n_embd|dim|emb_dim|embedding_size|embedding_dim|decoder_hidden_size", 32),
     (r"(shared_|.*moe_|.*experts?_)?intermediate_size(_mlp)?|(.*_)?ffn_dim|d_ff|dff|dim_ff|ffn_hidden_size|d_inner", 64),
-    (r"((num_)?(hidden_|encoder_|decoder_)?|n_)layers?|num_blocks", 2),
+    (r"((num_)?(hidden_|encoder_|decoder_)?|n_)layers?|num_blocks|depth", 2),
     (r"(num_|encoder_|decoder_)attention_heads|n_heads?|num_heads", 4),
     (r"num_key_value_heads|num_kv_heads", 2),
     (r"mamba_n_heads|mamba_d_head", 8),
@@ -71,10 +73,32 @@ SMALL: tuple[tuple[str, Any], ...] = (
     (r"max_.*positions?(_embeddings)?|n_positions|n_ctx|max_seq_len", 64),
     (r"sliding_window|.*chunk_size", 8),
     (r"image_size", 64),
-    (r"patch_size", lambda value: min(value, 8)),
+    (r"patch_size", lambda value: value if isinstance(value, list) else min(value, 8)),
     (r"depths|layer_depths", lambda value: [1] * len(value)),
 )
-"""What a configuration's numbers become, by their names."""
+"""What the numbers of transformers' configurations become, by their names."""
+
+
+def _each(small: int) -> Callable[[Any], Any]:
+    return lambda value: [small] * len(value) if isinstance(value, list) else small
+
+
+SMALLER: tuple[tuple[str, Any], ...] = (
+    (r".*out_channels|channels|features|.*filters", lambda value: [32] * len(value) if isinstance(value, list) else value or 4),
+    (r".*layers_per_block", _each(1)),
+    (r"(.*_)?n?(layers|blocks|depth)s?|.*_layers_.*", _each(2)),
+    (r"(.*_)?n?(heads|kv_heads)", _each(2)),
+    (r"(.*_)?(attention|text|embed|caption|cap_feat|context_in|(?<!caption_)projection)(_hidden)?_(dim|channels|size)", 32),
+    (r"sample_(size|height|width)", 16),
+    (r"sample_frames", 5),
+    (r"max_text_seq_length", 8),
+    (r".*(ffn|ff|feed_forward|intermediate)_(dim|size)", 64),
+    (r"in_channels|.*_channels", lambda value: value or 4),
+    (r"spatial_dims|dimensions", 2),
+    (r"num_channel.*|hidden_size", lambda value: value or 8),
+    (r"((num|n)_)?class(es)?|(num|n)_features?", lambda value: min(value, 5) or 5),
+)
+"""What those of the classes of diffusers and MONAI become: the first of these that fits, from 0 where none is given."""
 SET = ("head_dim", "vocab_size", "num_key_value_heads", "num_experts_per_tok")
 """Numbers that a configuration may leave open and its model then needs."""
 OWN: dict[str, dict[str, Any]] = {
@@ -89,8 +113,11 @@ OWN: dict[str, dict[str, Any]] = {
 
 ABOUT = """\
 Two updates of SGD in three partitions against a plain loop on another copy, dropout off, one thread: are all weights and
-buffers the same, bit for bit? Of timm and torchvision the smallest model of each module, of transformers each kind
-of configuration with its first head, made small by a rule for the names of its numbers ({versions}).
+buffers the same, bit for bit? {versions}.
+Of timm and torchvision the smallest model of each module, of transformers each kind of configuration with its first head and
+then with others, of diffusers and MONAI each class, of open_clip what differs in more than numbers, of
+segmentation_models_pytorch each architecture with a few encoders; all made small by rules for the names of numbers. Where no
+image was found that fits, a model of texts and images has texts alone. One that returns several tensors has a loss of all.
 *refused*: seqpart says why, below. *no plain*: a plain loop does not train it either. *skipped*: the rule made no model of
 it that runs, or none that is small."""
 Choice = tuple[Callable[[], nn.Module], Rows]
@@ -102,7 +129,7 @@ def shrunk(kind: Any, **more: Any) -> Any:
     return kind(**{**_smaller(kind().to_dict()), "pad_token_id": 0, "num_labels": CLASSES, **more})
 
 
-def _smaller(values: dict[str, Any]) -> dict[str, Any]:
+def _smaller(values: dict[str, Any], rules: tuple[tuple[str, Any], ...] = SMALL) -> dict[str, Any]:
     """The numbers of a configuration that change, and those of its parts."""
     changed: dict[str, Any] = {}
     for key, value in values.items():
@@ -115,8 +142,8 @@ def _smaller(values: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, list) and "drop" in key:
             changed[key] = [0.0] * len(value)
         elif isinstance(value, int | list) and not isinstance(value, bool):
-            for pattern, small in SMALL:
-                if re.fullmatch(pattern, key) and isinstance(value, list) <= ("depth" in key or "token" in key):
+            for pattern, small in rules:
+                if re.fullmatch(pattern, key) and isinstance(value, list) <= callable(small):
                     changed[key] = small(value) if callable(small) else small
                     break
     if "num_key_value_heads" in values and values["num_key_value_heads"] == values.get("num_attention_heads"):
@@ -126,29 +153,67 @@ def _smaller(values: dict[str, Any]) -> dict[str, Any]:
 
 def of_transformers(name: str) -> tuple[list[Choice], str]:
     import transformers
-    from transformers.models.auto import modeling_auto as heads
 
-    kinds = (getattr(heads, f"MODEL_FOR_{head}_MAPPING_NAMES").get(name) for head in HEADS)
-    found = next(kind for kind in kinds if kind)
-    config = shrunk(transformers.CONFIG_MAPPING[name], **OWN.get(name, {}))
-    if config.is_encoder_decoder:
+    kind_of_config, _, head = name.partition(" ")
+    config = shrunk(transformers.CONFIG_MAPPING[kind_of_config], **OWN.get(kind_of_config, {}))
+    if getattr(config, "is_encoder_decoder", False):
         config.decoder_start_token_id = 0
-    kind = getattr(transformers, found[0] if isinstance(found, tuple) else found)
+    kind = getattr(transformers, head or next(one for known, one in _heads() if known == kind_of_config))
+    takes, main = inspect.signature(kind.forward).parameters, kind.main_input_name
     words = torch.randint(3, WORDS, (ROWS, LENGTH))
     words[:, -1] = config.eos_token_id if isinstance(getattr(config, "eos_token_id", None), int) else 1
-    main = kind.main_input_name
-    if main == "pixel_values":
+    if "MultipleChoice" in kind.__name__:
+        words = words[:, None].repeat(1, 2, 1)
+    if "QuestionAnswering" in kind.__name__:
+        config.num_labels = 2
+    more: dict[str, list[torch.Tensor]] = {
+        "decoder_input_ids": [words.flip(1)],
+        "bbox": [torch.arange(4).repeat(*words.shape, 1)],
+    }
+    own = getattr(config, "image_size", getattr(getattr(config, "vision_config", None), "image_size", 64))
+    sides = dict.fromkeys(one for one in (own, 64, 224) if isinstance(one, int))
+    if main.startswith("pixel_values"):
         shape = (config.num_frames,) if "Video" in kind.__name__ else ()
         channels = getattr(config, "num_channels", 3)
-        sides = dict.fromkeys(one for one in (getattr(config, "image_size", 64), 64, 224) if isinstance(one, int))
-        rows: list[Rows] = [torch.randn(ROWS, *shape, channels, side, side) for side in sides]
+        mains = [torch.randn(ROWS, *shape, channels, side, side) for side in sides]
+        mains += [torch.randn(ROWS, 8, channels, 64, 64)] if "ideo" in main + kind.__name__ else []
     elif main == "input_values":
-        rows = [torch.randn(ROWS, 4000), torch.randn(ROWS, 1024, 128)]
+        mains = [torch.randn(ROWS, 4000), torch.randn(ROWS, 1024, 128)]
     elif main == "input_features":
-        rows = [torch.randn(ROWS, config.num_mel_bins, 2 * config.max_source_positions)]
+        bins = getattr(config, "num_mel_bins", 80)
+        mains = [torch.randn(ROWS, bins, 2 * getattr(config, "max_source_positions", 64)), torch.randn(ROWS, 64, bins)]
     else:
-        rows = [{"input_ids": words, "decoder_input_ids": words.flip(1)}, words] if config.is_encoder_decoder else [words]
-    return [(lambda: kind(copy.deepcopy(config)), x) for x in rows], kind.__name__
+        mains = [words]
+        more["pixel_values"] = [torch.randn(ROWS, 3, side, side) for side in sides]
+    more = {key: tensors for key, tensors in more.items() if key in takes}
+    beside = [dict(zip(more, few, strict=True)) for few in product(*more.values()) if more]
+    rows: list[Rows] = [{main: one, **others} for one, others in product(mains, beside)]
+    rows += mains
+    return list(product([lambda: kind(copy.deepcopy(config))], rows)), kind.__name__
+
+
+def _heads(of: Iterable[str] = HEADS) -> Iterator[tuple[str, str]]:
+    """Kinds of configurations and their models of those heads."""
+    found = importlib.import_module("transformers.models.auto.modeling_auto")
+    for head in of:
+        for kind, models in getattr(found, f"MODEL_FOR_{head}_MAPPING_NAMES" if head else "MODEL_MAPPING_NAMES").items():
+            for model in (models,) if isinstance(models, str) else models:
+                yield kind, model
+
+
+def _further_heads() -> list[str]:
+    """Those of configurations that have none of HEADS, and then one more of each in turn."""
+    found = vars(importlib.import_module("transformers.models.auto.modeling_auto"))
+    every = [match[1] or "" for one in found if (match := re.fullmatch("MODEL_(?:FOR_(.*)_)?MAPPING_NAMES", one))]
+    first, turns, by_model = dict(reversed(list(_heads()))), collections.Counter[str](), dict[str, str]()
+    for kind, model in _heads(every):
+        by_model.setdefault(model, kind)
+    wanted = []
+    for model, kind in by_model.items():
+        if first.get(kind) != model:
+            turns[kind] += 1
+            wanted.append((kind in first, turns[kind], f"{kind} {model}"))
+    return [name for *_, name in sorted(wanted)]
 
 
 def of_timm(name: str) -> tuple[list[Choice], str]:
@@ -191,6 +256,139 @@ def of_torchvision(name: str) -> tuple[list[Choice], str]:
     return [(partial(models.get_model, name, weights=None, **options), x) for x in rows], name
 
 
+OFTEN = r"encoder_hidden_states|timesteps?|pooled.*|.*_ids"
+"""Inputs that models need though they may be left out."""
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def of_diffusers(name: str) -> tuple[list[Choice], str]:
+    kind = getattr(importlib.import_module("diffusers"), name)
+    options = _numbers(kind)
+    if {"caption_channels", "num_attention_heads", "attention_head_dim"} <= {key for key, value in options.items() if value}:
+        options["cross_attention_dim"] = options["num_attention_heads"] * options["attention_head_dim"]
+    c = next(value for key in ("in_channels", "latent_channels", "") if isinstance(value := options.get(key, 3), int))
+    shapes = [(c, 32, 32), (c, 5, 16, 16), (5, c, 16, 16), (c, 16, 16), (16, c), (c, 4096)]
+    every = [
+        partial(kind, **made_with) for made_with in (options, options | _smaller(dict.fromkeys(_open(options), 0), SMALLER))
+    ]
+    return _taking(kind, every, shapes, options), name
+
+
+def of_monai(name: str) -> tuple[list[Choice], str]:
+    kind = getattr(importlib.import_module("monai.networks.nets"), name)
+    options = _numbers(kind)
+    c = options["in_channels"] if isinstance(options.get("in_channels"), int) else 4
+    asked = [key for key in ("img_size", "image_size", "in_shape", "input_size") if key in options]
+    every = [
+        partial(kind, **options | dict.fromkeys(asked, size))
+        for size in (([32, 32], 32, [c, 32, 32], [64, 64], 64) if asked else ([],))
+    ]
+    return _taking(kind, every, [(c, 32, 32), (c, 64, 64), (c, 96, 96), (c, 256, 256), (c,)], options), name
+
+
+def _taking(
+    kind: type, every: Iterable[Callable[[], nn.Module]], shapes: Iterable[tuple[int, ...]], options: Any
+) -> list[Choice]:
+    """Those ways to make a model with rows of those shapes for what its forward takes first, and what else it needs by name."""
+    main, *takes = list(inspect.signature(kind.forward).parameters.values())[1:]
+    axes = len(next((value for key, value in options.items() if "rope" in key and isinstance(value, list)), (0, 0, 0)))
+    inputs = {
+        r".*timesteps?(_r)?|t|sigma": torch.randint(1000, (ROWS,)),
+        r"pooled.*": torch.randn(ROWS, 32),
+        r"(.*encoder|.*text).*|cap_feats": torch.randn(ROWS, 8, 32),
+        r".*mask": torch.ones(ROWS, 8),
+        r"class_labels": torch.randint(5, (ROWS,)),
+        r"guidance|fps|scale": torch.ones(ROWS),
+        r"lengths": torch.full((ROWS,), 16),
+        r"txt_ids": torch.zeros(ROWS, 8, axes),
+        r"img_ids": torch.arange(16.0)[:, None].repeat(ROWS, 1, axes),
+        r"original_size|target_size|crop_coords": torch.full((ROWS, 2), 16.0),
+        r"controlnet_cond": torch.randn(ROWS, 3, 128, 128),
+        r"seg": torch.randn(ROWS, 4, 32, 32),
+    }
+    needed = [one.name for one in takes if one.default is one.empty]
+    likely = [one.name for one in takes if one.default is None and re.fullmatch(OFTEN, one.name)]
+    if options.get("guidance_embeds"):
+        likely.append("guidance")
+    found = {one.name: x for one in takes for rule, x in inputs.items() if re.fullmatch(rule, one.name)}
+    rows: list[Rows] = []
+    for shape, more, time_type in product(shapes, (likely, [*likely, "class_labels"], []), (torch.int64, torch.float32)):
+        beside = {key: found[key] for key in (*needed, *more) if key in found}
+        beside = {key: x.to(time_type) if x.dtype == torch.int64 and "time" in key else x for key, x in beside.items()}
+        rows.append({main.name: torch.randn(ROWS, *shape), **beside} if beside else torch.randn(ROWS, *shape))
+    return list(product(every, rows))
+
+
+def of_segmentation(name: str) -> tuple[list[Choice], str]:
+    kind, encoder = name.split()
+    smp = importlib.import_module("segmentation_models_pytorch")
+    make = partial(getattr(smp, kind), encoder, encoder_weights=None, classes=CLASSES)
+    return [(make, torch.randn(ROWS, 3, side, side)) for side in (64, 128, 224)], name
+
+
+def of_open_clip(name: str) -> tuple[list[Choice], str]:
+    clip = importlib.import_module("open_clip")
+    config = _clip_config(name)
+    custom = config.pop("custom_text", False)
+    kind = (clip.CoCa if "multimodal_cfg" in config else clip.CustomTextCLIP) if custom else clip.CLIP
+    words = torch.randint(3, WORDS, (ROWS, config["text_cfg"]["context_length"]))
+    side = config["vision_cfg"]["image_size"]
+    rows: list[Rows] = [{"image": torch.randn(ROWS, 3, side, side), "text": words}]
+    return [(partial(kind, **copy.deepcopy(config)), x) for x in rows], f"{kind.__name__} {name}"
+
+
+def _clip_config(name: str) -> dict[str, Any]:
+    """The configuration of that name, small."""
+    config: dict[str, Any] = copy.deepcopy(importlib.import_module("open_clip").get_model_config(name))
+    vision = config["vision_cfg"]
+    patch = vision.get("patch_size") or 32
+    for part in (vision, config["text_cfg"], config.get("multimodal_cfg", {})):
+        small = {
+            "layers": 2,
+            "width": 64,
+            "heads": 2,
+            "vocab_size": 99,
+            "context_length": 16,
+            "head_width": 32,
+            "embed_dim": 32,
+        }
+        part |= {key: [1] * len(part[key]) if isinstance(part[key], list) else one for key, one in small.items() if key in part}
+    config["text_cfg"]["context_length"] = 16
+    vision["image_size"] = vision["image_size"] if "timm_model_name" in vision else 4 * patch if patch < 32 else 64
+    return config | {"embed_dim": 64}
+
+
+def _open(options: dict[str, Any]) -> list[str]:
+    """Those of a class's options that are None."""
+    return [key for key, value in options.items() if value is None]
+
+
+def _classes(package: str, base: type = nn.Module) -> list[str]:
+    """The classes of models there, under their own names."""
+    module = importlib.import_module(package)
+    found = {name: getattr(module, name) for name in dir(module) if name[0].isupper()}
+    found = {name: one for name, one in found.items() if inspect.isclass(one) and issubclass(one, base) and one is not base}
+    return [name for name, one in found.items() if name == one.__name__ and inspect.isfunction(one.forward)]
+
+
+def _needed(one: inspect.Parameter) -> Any:
+    """A value for what has none."""
+    several = "Sequence[" in str(one.annotation) and "str" not in str(one.annotation)
+    return [3 if "kernel" in one.name else 2] * 2 if several else 0
+
+
+def _numbers(kind: type) -> dict[str, Any]:
+    """What a class is made with, or the class that it comes from: numbers small, by rule."""
+    takes = {**inspect.signature(kind).parameters}
+    if "kwargs" in takes:
+        above = inspect.signature(kind.__base__).parameters if kind.__base__ else {}
+        takes = {key: above[key] for key in ("spatial_dims", "in_channels", "num_classes") if key in above} | takes
+    asked = {key: _needed(one) if one.default is one.empty else one.default for key, one in takes.items() if one.kind in NAMED}
+    asked = {key: list(value) if isinstance(value, tuple) else value for key, value in asked.items()}
+    asked |= dict.fromkeys({"in_channels", "sample_size"} & set(_open(asked)), 0) | dict.fromkeys({"pretrained"} & set(asked))
+    return asked | _smaller(asked, SMALLER)
+
+
 def names(library: str) -> list[str]:
     if library == "timm":
         return list(importlib.import_module("timm").list_modules())
@@ -200,19 +398,52 @@ def names(library: str) -> list[str]:
         for name in sorted(models.list_models(), key=lambda name: models.get_model_weights(name).DEFAULT.meta["num_params"]):
             smallest.setdefault(models.get_model_builder(name).__module__, name)
         return [name for module, name in smallest.items() if "detection" not in module and "quantization" not in module]
-    heads = importlib.import_module("transformers.models.auto.modeling_auto")
-    return list(dict.fromkeys(name for head in HEADS for name in getattr(heads, f"MODEL_FOR_{head}_MAPPING_NAMES")))
+    if library == FURTHER:
+        return _further_heads()
+    if library == "diffusers":
+        return _classes("diffusers", importlib.import_module("diffusers").ModelMixin)
+    if library == "monai":
+        return _classes("monai.networks.nets")
+    if library == "open_clip":
+        every = {name: json.dumps(_clip_config(name)) for name in reversed(importlib.import_module("open_clip").list_models())}
+        different = {re.sub(r"[\d.]+", "", config): name for name, config in every.items() if "hf_model_name" not in config}
+        return sorted(different.values())
+    if library == "segmentation_models_pytorch":
+        return _segmentation_names()
+    return list(dict.fromkeys(kind for kind, _ in _heads()))
+
+
+MADE_BY: dict[str, Callable[[str], tuple[list[Choice], str]]] = {
+    "timm": of_timm, "transformers": of_transformers, "torchvision": of_torchvision, FURTHER: of_transformers,
+    "diffusers": of_diffusers, "segmentation_models_pytorch": of_segmentation, "monai": of_monai, "open_clip": of_open_clip,
+}  # fmt: skip
+"""For each library what makes a model of it and rows for it."""
+
+
+def _segmentation_names() -> list[str]:
+    """Each architecture with the smallest encoders of five families, and the first one with those of all."""
+    smp = importlib.import_module("segmentation_models_pytorch")
+    smallest: dict[str, tuple[int, str]] = {}
+    for name, one in smp.encoders.encoders.items():
+        with contextlib.suppress(Exception), torch.device("meta"):
+            size = sum(part.numel() for part in smp.encoders.get_encoder(name, weights=None).parameters())
+            family = one["encoder"].__module__
+            smallest[family] = min(smallest.get(family, (size, name)), (size, name))
+    encoders = [name for _, name in sorted(smallest.values())]
+    first, *others = (kind.__name__ for kind in smp.MODEL_ARCHITECTURES_MAPPING.values())
+    return [f"{first} {name}" for name in encoders] + [f"{kind} {name}" for kind in others for name in encoders[:5]]
 
 
 def tried(library: str, name: str, stage: Callable[[str], None]) -> dict[str, Any]:
     """What came of it. Of each stage the name is told as it begins."""
     stage("skipped")
     torch.manual_seed(0)
-    choices, named = {"timm": of_timm, "transformers": of_transformers, "torchvision": of_torchvision}[library](name)
-    make, x, output, size = _fitting(choices)
+    choices, named = MADE_BY[library](name)
+    make, x, given, size = _fitting(choices)
     if size > LARGEST:
         return {"model": named, "outcome": "skipped", "why": "still large when made small by rule"}
-    example, y = _labelled(make, output)
+    output = everything(given) if (one := the_one(given)) is None else one
+    example, y = _labelled(make, output, "all" if one is None else "")
     found: dict[str, Any] = {"model": named, "input": _shape(x), "output": list(output.shape)[1:]}
     stage("no plain")
     before, drawn = plain(example, x, y, BATCH, 1), torch.get_rng_state()
@@ -225,10 +456,9 @@ def tried(library: str, name: str, stage: Callable[[str], None]) -> dict[str, An
             return found | {"outcome": "no plain", "why": "its loss on the test rows is not finite after two updates"}
     stage("error")
     model = made(example)
-    split = as_split((x, y), "training")
     try:
-        found["blocks"] = len(chain_of(model, split.shape, split.dtype, split.form))
-        found["partitions"] = streamed(example, model, x, y, BATCH, 1)["partitions"]
+        result = streamed(example, model, x, y, BATCH, 1)
+        found |= {"blocks": result["blocks"], "partitions": result["partitions"]}
         if not (off := _different(model.state_dict(), before)):
             return found | {"outcome": "equal"}
         torch.use_deterministic_algorithms(True, warn_only=True)  # kernels add up in another order each time otherwise
@@ -244,27 +474,34 @@ def tried(library: str, name: str, stage: Callable[[str], None]) -> dict[str, An
         return found | {"outcome": "refused", "why": re.sub(r"/\S*/site-packages/", "", error.with_flags.splitlines()[0])}
 
 
-def _fitting(choices: list[Choice]) -> tuple[Callable[[], nn.Module], Rows, torch.Tensor, int]:
+def _fitting(choices: list[Choice]) -> tuple[Callable[[], nn.Module], Rows, Any, int]:
     """The first of the choices that can be made and run, what comes out, and how many parameters it has."""
-    for make, x in choices:
+    first = None
+    for make, some in groupby(choices, lambda one: one[0]):
         try:
             with torch.device("meta"):
                 size = sum(one.numel() for one in make().parameters())
         except Exception:
             size = 0
         try:
-            with torch.no_grad():
-                return make, x, output_of(made(Example(make)).eval(), x) if size <= LARGEST else torch.empty(0), size
-        except Exception:
-            if x is choices[-1][1]:
-                raise
-    raise AssertionError
+            model = made(Example(make)).eval() if size <= LARGEST else None
+        except Exception as error:
+            first = first or error
+            continue
+        for _, x in some:
+            try:
+                with torch.no_grad():
+                    return make, x, None if model is None else returned(model, x), size
+            except Exception as error:
+                first = first or error
+    assert first is not None
+    raise first
 
 
-def _labelled(make: Callable[[], nn.Module], output: torch.Tensor) -> tuple[Example, torch.Tensor]:
-    kind = {2: "row", 3: "token", 4: "pixel"}.get(output.dim(), "vector")
-    if kind == "vector" or not output.shape[1]:
-        return Example(make, labels="vector"), torch.randn(len(output))
+def _labelled(make: Callable[[], nn.Module], output: torch.Tensor, kind: str) -> tuple[Example, torch.Tensor]:
+    kind = kind or {2: "row", 3: "token", 4: "pixel"}.get(output.dim(), "vector")
+    if kind in ("all", "vector") or output.shape[1] < 2:
+        return Example(make, labels=kind if kind == "all" else "vector"), torch.randn(len(output))
     classes = output.shape[2] if kind == "token" else output.shape[1]
     shape = {"row": (), "token": output.shape[1:2], "pixel": output.shape[2:]}[kind]
     y = torch.arange(prod((len(output), *shape))).reshape(len(output), *shape)
@@ -322,6 +559,10 @@ def in_process(library: str, name: str, seconds: float) -> dict[str, Any]:
     return {"library": library, "name": name, **found, "seconds": round(time.monotonic() - began, 1)}
 
 
+def package(library: str) -> str:
+    return library.partition(",")[0]
+
+
 def known() -> dict[tuple[str, str], dict[str, Any]]:
     path = record.FOLDER / KNOWN
     lines: Iterator[str] = iter(path.read_text().splitlines() if path.exists() else [])
@@ -329,8 +570,7 @@ def known() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def run(asked: argparse.Namespace) -> None:
-    importlib.import_module(asked.library)
-    for module in IMPORTED:
+    for module in (package(asked.library), *IMPORTED):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
     number, of = map(int, asked.shard.split("/"))
@@ -353,13 +593,18 @@ def section() -> str:
     """The part of docs/models.md behind the table of benchmarks.models."""
     found = [one for _, one in sorted(known().items())]
     table = collections.Counter((one["library"], one["outcome"]) for one in found)
+    tried_of = [library for library in LIBRARIES if any(one["library"] == library for one in found)]
     return "\n".join(
         [
             CENSUS,
             "",
             f"Written by `python -m benchmarks.census page`. {origin()}",
             "",
-            ABOUT.format(versions=", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)),
+            ABOUT.format(
+                versions=", ".join(
+                    f"{one} {importlib.import_module(one).__version__}" for one in dict.fromkeys(map(package, tried_of))
+                )
+            ),
             "",
             f"| library | tried | {' | '.join(COLUMNS)} |",
             "|---|---|" + "---|" * len(COLUMNS),
@@ -367,7 +612,7 @@ def section() -> str:
                 f"| {library} | {sum(table[library, one] for one in COLUMNS)} | "
                 + " | ".join(str(table[library, one]) for one in COLUMNS)
                 + " |"
-                for library in LIBRARIES
+                for library in tried_of
             ),
             "",
             "| not equal | outcome | why |",
@@ -380,14 +625,14 @@ def section() -> str:
             "",
             "| skipped | models |",
             "|---|---|",
-            *(f"| {why} | {len(names)}: {', '.join(names)} |" for why, names in _skipped(found).items()),
+            *(f"| {why} | {len(names)}: {_names(names)} |" for why, names in _skipped(found).items()),
             "",
         ]
     )
 
 
-def _skipped(found: list[dict[str, Any]]) -> dict[str, list[str]]:
-    reasons: dict[str, list[str]] = {}
+def _skipped(found: list[dict[str, Any]]) -> dict[str, list[tuple[str, str]]]:
+    reasons: dict[str, list[tuple[str, str]]] = {}
     for one in found:
         if one["outcome"] == "skipped":
             why = (
@@ -395,12 +640,19 @@ def _skipped(found: list[dict[str, Any]]) -> dict[str, list[str]]:
                 if "model" in one or one["why"].startswith(("longer", "still"))
                 else "the rule made no model that runs"
             )
-            reasons.setdefault(_told(why), []).append(one["name"])
+            reasons.setdefault(_told(why), []).append((one["library"], one["name"]))
     return reasons
 
 
+def _names(models: list[tuple[str, str]]) -> str:
+    """Those of a reason, or how many of each library where they are many."""
+    if len(models) <= MOST:
+        return ", ".join(name for _, name in models)
+    return "; ".join(f"{count} of {library}" for library, count in collections.Counter(of for of, _ in models).items())
+
+
 def _told(why: str) -> str:
-    return why.splitlines()[-1].strip().replace("|", "/")[:300]
+    return (why.splitlines() or [""])[-1].strip().replace("|", "/")[:300]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -413,7 +665,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", metavar="NAME")
     quick.add_to(parser)
     asked = parser.parse_args(argv)
-    quick.need(*LIBRARIES)
+    quick.need(
+        *({package(one) for one, _ in known()} if asked.what == "page" and not asked.quick else {package(asked.library)})
+    )
     if (asked.what == "models" or asked.quick) and os.environ.get("OMP_NUM_THREADS") != "1":  # read as torch is imported
         os.execve(sys.executable, children.command("benchmarks.census", *(argv or sys.argv[1:])), children.one_thread())
     with quick.places(asked.quick) as docs:

@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks import children, quick
 from benchmarks.record import load, origin, save
-from benchmarks.whole_models import EXAMPLES, Example, judged
+from benchmarks.whole_models import EXAMPLES, Example, everything, judged
 from seqpart import Trainer
 from seqpart.capture.capture import chain_of
 from seqpart.data.splits import as_split
@@ -82,23 +82,31 @@ def plain(example: Example, x: Rows, y: torch.Tensor, batch: int = BATCH, epochs
 
 
 def output_of(model: nn.Module, rows: Rows) -> torch.Tensor:
+    found = returned(model, rows)
+    return everything(found) if (tensor := the_one(found)) is None else tensor
+
+
+def returned(model: nn.Module, rows: Rows) -> Any:
     name = getattr(model, "main_input_name", None)
     options = {"use_cache": False} if _caches(model) and (name == "input_ids" or isinstance(rows, dict)) else {}
     if isinstance(rows, dict):
-        return _tensor(model(**rows, **options))
-    return _tensor(model(**{name: rows}, **options) if name else model(rows))
+        return model(**rows, **options)
+    return model(**{name: rows}, **options) if name else model(rows)
 
 
 def _caches(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "use_cache", False))
 
 
-def _tensor(found: Any) -> torch.Tensor:
+def the_one(found: Any) -> torch.Tensor | None:
+    """Which tensor a loss of one tensor is given; None: it is to take all that the model returns."""
     if isinstance(found, torch.Tensor):
         return found
     found = found._asdict() if hasattr(found, "_asdict") else found
-    tensor: torch.Tensor = next(found[key] for key in ("logits", "out", "last_hidden_state") if key in found)
-    return tensor
+    named = found if isinstance(found, dict) else {}
+    return next(
+        (named[key] for key in ("logits", "out", "last_hidden_state") if isinstance(named.get(key), torch.Tensor)), None
+    )
 
 
 def one(name: str) -> dict[str, Any]:
@@ -164,8 +172,9 @@ def streamed(
                 result = trainer.fit((x, y), (some(x, slice(4)), y[:4]))
                 proof = result.proof
                 return {
-                    "partitions": len(result.plan.partitions), "peak": proof.peak, "predicted": proof.predicted,
-                    "violations": proof.violations, "seconds": result.seconds,
+                    "partitions": len(result.plan.partitions), "blocks": result.plan.partitions[-1].last,
+                    "peak": proof.peak, "predicted": proof.predicted, "violations": proof.violations,
+                    "seconds": result.seconds,
                 }  # fmt: skip
             except SeqpartError as error:
                 refusal = refusal or error

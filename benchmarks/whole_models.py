@@ -19,7 +19,7 @@ class Example:
     frames: int = 0
     labels: str = "row"
     """row: one label each; token: one for each token; pixel: one for each pixel; vector: the loss is the mean square of what
-    comes out."""
+    comes out; all: of all floats that come out, in whatever."""
     named: Callable[[torch.Generator], dict[str, torch.Tensor]] | None = None
     """Rows of a model that takes several tensors, by name."""
 
@@ -59,11 +59,27 @@ def _heard(made: torch.Generator) -> dict[str, torch.Tensor]:
 
 def judged(kind: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The loss for labels of that kind: mean over the rows."""
+    if kind == "all":
+        return lambda output, labels: ((everything(output) - labels[:, None]) ** 2).mean()
     if kind == "vector":
         return lambda output, labels: ((output.flatten(1) - labels[:, None]) ** 2).mean()
     if kind == "token":
         return lambda output, labels: nn.functional.cross_entropy(output.transpose(1, 2), labels)
     return nn.functional.cross_entropy
+
+
+def everything(found: Any) -> torch.Tensor:
+    """All floats of a model's output that are as many rows as the first."""
+
+    def floats(part: Any) -> list[torch.Tensor]:
+        if isinstance(part, dict):
+            part = tuple(part.values())
+        if isinstance(part, tuple | list):
+            return [tensor for one in part for tensor in floats(one)]
+        return [part] if isinstance(part, torch.Tensor) and part.is_floating_point() and part.dim() else []
+
+    tensors = floats(found)
+    return torch.cat([one.reshape(len(one), -1) for one in tensors if len(one) == len(tensors[0])], 1)
 
 
 def _torchvision(name: str, **options: Any) -> nn.Module:

@@ -31,15 +31,21 @@ class _Cut:
 
     @classmethod
     def of(cls, program: Program, inside: Collection[int] = ()) -> "_Cut":
-        """inside: module calls, by their place among the module calls, after which it is not cut."""
+        """inside: module calls, by their place among the module calls, after which it is not cut. Nor is it cut after one whose
+        output nobody takes, which runs for its buffers."""
         pieces = _pieces(program.ops, inside)
-        maker = {number: place for place, ops in enumerate(pieces) for op in ops for number in op.makes}
-        used = [{n for op in ops for n in op.uses if maker.get(n, -1) < place} for place, ops in enumerate(pieces)]
-        given = {program.output}.union(*used)
+        while True:
+            maker = {number: place for place, ops in enumerate(pieces) for op in ops for number in op.makes}
+            used = [{n for op in ops for n in op.uses if maker.get(n, -1) < place} for place, ops in enumerate(pieces)]
+            given = {program.output}.union(*used)
+            gives = [sorted(n for op in ops for n in op.makes if n in given) for ops in pieces]
+            if all(gives) or len(pieces) == 1:
+                break
+            idle = min(gives.index([]), len(pieces) - 2)
+            pieces[idle : idle + 2] = [pieces[idle] + pieces[idle + 1]]
         for place, ops in enumerate(pieces):
             for op in ops:
                 _refuse_unseen(op, place, maker)
-        gives = [sorted(n for op in ops for n in op.makes if n in given) for ops in pieces]
         return cls(program, pieces, [sorted(numbers) for numbers in used], gives)
 
     def rows(self, place: int) -> int | None:

@@ -155,7 +155,8 @@ class LeftOut:
 
 
 class _Join(torch.autograd.Function):
-    """torch.cat along dimension 1, with contiguous gradients for the parts that are used, and none for the others."""
+    """torch.cat along dimension 1, with gradients for the parts that are used, and none for the others: contiguous ones, but
+    where the loss joined all parts as here and so gave ranges of rows, of which sums have other last bits."""
 
     @staticmethod
     def forward(ctx: Any, used: tuple[bool, ...], *parts: torch.Tensor) -> torch.Tensor:
@@ -165,7 +166,10 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         parts = torch.split(grads[0], ctx.widths, 1)
-        own = [part.contiguous() if used else None for part, used in zip(parts, ctx.used, strict=False)]
+        own = [
+            (part if getattr(grads[0], "ranges", False) else part.contiguous()) if used else None
+            for part, used in zip(parts, ctx.used, strict=False)
+        ]
         return None, *own, *[None] * (len(parts) - len(own))
 
 
@@ -191,6 +195,11 @@ class _Split(torch.autograd.Function):
                 into.copy_(grad.reshape(into.shape))
             else:  # the first row stands for all
                 into[0].copy_(grad.reshape(-1))
+        learn = [(part.times, grad) for part, grad in zip(ctx.returned.parts, grads, strict=False) if part.learns]
+        gradient.ranges = all(  # type: ignore[attr-defined]
+            times == 1 and grad is not None and (grad.stride(0), grad[0].is_contiguous()) == (ctx.shape[1], True)
+            for times, grad in learn
+        )
         return gradient, None
 
 

@@ -263,6 +263,8 @@ class Recorder(TorchFunctionMode):
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         if "_local_scalar_dense" in why or "data-dependent" in type(error).__name__.lower() or "DataDependent" in repr(error):
             why = "it reads a number out of a tensor (item(), a tensor in an if)"
+        if "BatchedTensor" in why:
+            why = "it computes under torch.vmap, and calls in there cannot be recorded one by one"
         if isinstance(error, DynamicOutputShapeException):
             why = "it makes a shape of the values in a tensor (nonzero, a mask as an index), and a plan is made without values"
         return Inside(module, self._paths.get(module, ""), where, f"{what}: {why}" if what else why)

@@ -1,9 +1,13 @@
 """Inspects modules: tells their kinds apart without running them, and restores modes, caches and hooks after they are run."""
 
 import copy
+import functools
+import gc
 import hashlib
 import itertools
 import re
+import sys
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -242,14 +246,39 @@ def is_listened_to(module: nn.Module) -> bool:
 
 @contextmanager
 def left_as_they_are(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A context after which the modules have the attributes that they had before."""
+    """A context after which the modules have the attributes that they had before, and functools' caches of their classes hold
+    no tensors of it, nor does it begin with some."""
     before = [(module, {name: (value, _shallow(value)) for name, value in vars(module).items()}) for module in modules]
+    caches = {cache for module, _ in before for kind in type(module).__mro__ for cache in _caches_of(kind)}
+    _without_tensors(caches)
     try:
         yield
     finally:
+        _without_tensors(caches)
         for module, attributes in before:
             vars(module).clear()
             vars(module).update({name: _put_back(*both) for name, both in attributes.items()})
+
+
+def _without_tensors(caches: Iterable[Any]) -> None:
+    for cache in caches:
+        if any(isinstance(leaf, torch.Tensor) for leaf in _leaves(gc.get_referents(cache))):
+            cache.cache_clear()
+
+
+_CACHES = weakref.WeakKeyDictionary[type, list[Any]]()
+
+
+def _caches_of(kind: type) -> list[Any]:
+    """Returns functools' caches in a class of modules and in its file, also those that a function there closes over."""
+    if kind not in _CACHES:
+        known = () if kind.__module__.startswith(("torch.", "builtins")) else (kind, sys.modules.get(kind.__module__, kind))
+        found = [one for place in known for one in list(vars(place).values())]
+        found = [one.__func__ if isinstance(one, staticmethod | classmethod) else one for one in found]
+        closed = [cell for one in found if isinstance(one, FunctionType) for cell in one.__closure__ or ()]
+        found += [one for cell in closed for one in gc.get_referents(cell)]
+        _CACHES[kind] = [one for one in found if isinstance(one, functools._lru_cache_wrapper)]
+    return _CACHES[kind]
 
 
 @contextmanager

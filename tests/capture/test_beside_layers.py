@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from functools import cache, lru_cache
 
 import pytest
 import torch
@@ -178,6 +179,56 @@ def hooked():
     return model
 
 
+class Untaken(nn.Module):
+    """Most of its layers count statistics of what nobody takes: an IndexError where a partition was to begin at one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.last = (
+            nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)) for _ in range(4)),
+            nn.Linear(16, 3),
+        )
+
+    def forward(self, x):
+        *_, taken, _ = [layer(x) for layer in self.layers]
+        return self.last(taken)
+
+
+class Cached(nn.Module):
+    """Its class keeps positions, which were those of the fake rows that it was recorded with."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    @staticmethod
+    @lru_cache(maxsize=1)
+    def positions(width):
+        return torch.arange(width).float()
+
+    def forward(self, x):
+        return self.last(self.first(x) + self.positions(16))
+
+
+class CachedInside(nn.Sequential):
+    """The same in layers."""
+
+    def __init__(self):
+        super().__init__(nn.Sequential(CachedLayer(), nn.ReLU()), nn.Linear(8, 3))
+
+
+class CachedLayer(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+    @cache  # noqa: B019
+    def positions(self, width):
+        return torch.arange(width).float()
+
+    def forward(self, x):
+        return super().forward(x) + self.positions(x.shape[1])
+
+
 MODELS = {
     "a sequential with a forward of its own": lambda: Doubled(*layers()),
     "and with a parameter": lambda: Scaled(*layers()),
@@ -190,6 +241,9 @@ MODELS = {
     "constants of a part that is called twice": Rotates,
     "weights and constants of a layer that is called twice": Siamese,
     "a layer that writes into a dict": PassesADict,
+    "layers whose output nobody takes": Untaken,
+    "a cache of the class beside layers": Cached,
+    "a cache of a layer's class": CachedInside,
 }
 
 
@@ -231,6 +285,28 @@ def test_what_a_model_does_beside_its_layers_is_done(name, method, tmp_path):
     torch.manual_seed(0)
     model = MODELS[name]()
     same(plain(copy.deepcopy(model)), ours(model, tmp_path / "run", method=method))
+
+
+class Joined(nn.Module):
+    """Two outputs, of which the loss makes one tensor: their gradients are ranges of its rows, and a bias sums over them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scores, self.other = nn.Linear(8, 16 * 8), nn.Linear(8, 99, bias=False), nn.Linear(16 * 8, 2)
+        self.bias = nn.Parameter(torch.zeros(99))
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.scores(hidden.view(-1, 16, 8)) + self.bias, self.other(hidden)
+
+
+def test_a_loss_that_joins_what_the_model_returns_has_the_bits_of_a_plain_loop(tmp_path):
+    def loss(found, labels):
+        return (torch.cat([one.flatten(1) for one in found], 1) - labels[:, None]).square().mean()
+
+    torch.manual_seed(0)
+    model = Joined()
+    same(plain(copy.deepcopy(model), loss), ours(model, tmp_path / "run", loss))
 
 
 def test_a_complex_value_between_partitions_is_tested_and_evaluated_too(tmp_path):

@@ -205,6 +205,10 @@ def named_outputs(self, x):
     return {"depth": self.two(x), "edges": x}
 
 
+def under_vmap(self, x):
+    return self.two(torch.vmap(lambda row: row * row.new_ones(()))(x))
+
+
 def other_calls_for_other_rows(self, x):
     return self.two(x) if len(x) < 5 else self.two(self.one(x))
 
@@ -222,6 +226,7 @@ def hidden_in_an_object(self, x):
         (number_of_a_tensor, r"reads a number out of a tensor.*the model \(Looks, .*test_capture\.py:\d+\)"),
         (many_outputs, "Looks returned a tuple, of 2 tensors, and it is not known which one the loss takes"),
         (named_outputs, "Looks returned a dict with depth, edges, of 2 tensors"),
+        (under_vmap, "new_ones: it computes under torch.vmap, and calls in there cannot be recorded one by one"),
         (other_calls_for_other_rows, "does other things with 6 rows than with 4"),
         (hidden_in_an_object, r"the model cannot be cut into blocks: linear\(\): argument 'bias'"),
     ],
