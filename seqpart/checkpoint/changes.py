@@ -195,14 +195,19 @@ def _some(split: Split) -> Iterable[torch.Tensor]:
             return
 
 
-def refuse_other_rows(root: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises OptionError for rows that are not those of the run in `root`, if both digests are known."""
+def refuse_other_rows(root: Path, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Raises OptionError for rows that are not those of the run in `root`, if both digests are known. Returns what to say of
+    those that have none."""
+    said = []
     for name, digest in now.items():
+        if not digest and before.get(name) == "":
+            said.append(f"the {name} rows are others each time that they are read, and so are the bits of this run")
         if digest and before.get(name, "") not in ("", digest):
             raise OptionError(
                 f"--resume: {root} was trained on other data: the {name} rows differ, though their labels are the same. "
                 "Give the same --data, in the same order."
             )
+    return said
 
 
 def layers_of(chain: Iterable[Block]) -> Layers:

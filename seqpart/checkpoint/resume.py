@@ -162,7 +162,8 @@ class ResumePoint:
         state = self.state
         if not state.session and data_digest(planner.train, planner.test) != state.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
-        refuse_other_rows(self.root, state.rows, {} if state.session else row_digests(planner.train, planner.test))
+        rows = {} if state.session else row_digests(planner.train, planner.test)
+        self.said += refuse_other_rows(self.root, state.rows, rows)
         for name, was in (state.functions or {}).items():
             if (now := planner.functions.get(name)) != was:
                 raise OptionError(

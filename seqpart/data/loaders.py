@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -36,6 +35,8 @@ LOOKED_AT = 1 << 16
 """Most rows of a stream that are counted if the run may end before the stream does: a shorter stream has epochs."""
 TELLS_EVERY = 5.0
 """Seconds between two progress messages."""
+_STAGES = 16
+"""Parts of a stream's lists among which a DataLoader is looked for."""
 _COMPARED = 16
 """Items whose labels are compared with the data set's `targets`, and items that identify the data."""
 
@@ -122,7 +123,7 @@ def source_of(data: Any, name: str, padding: Padding | None = None) -> Source:
     if isinstance(data, DataLoader):
         source = _of_loader(data, name)
     elif is_loader(data):
-        if iter(data) is data:
+        if iter(data) is data and not isinstance(data, IterableDataset):  # litdata's begins anew in `__iter__`
             raise DataError(
                 f"{name} data: a {type(data).__name__} can be read once, but every epoch reads its rows again. Give an object "
                 "whose __iter__ starts from the beginning each time: an IterableDataset."
@@ -150,7 +151,7 @@ class Pair:
         self._x, self._y = x, y
 
     def __len__(self) -> int:
-        return len(self._y)
+        return int(self._y.shape[0])
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         if isinstance(self._x, dict):
@@ -190,9 +191,8 @@ def _known(items: Any) -> int:
 
 def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
     said, items, batch = f"{name} data: the DataLoader", loader.dataset, loader.batch_size
-    own = None if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
-    if batch is None or own is not None:
-        kind = "batch_size=None" if own is None else type(own).__name__
+    if batch is None:  # also with a batch_sampler of the user's; the loader's own may be of its library's class
+        kind = "batch_size=None" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
         raise DataError(
             f"{said} makes batches of its own, of any size ({kind}), but every update must have the same number of rows. Give "
             "batch_size, and a sampler for the order; or take batches of up to a size in a loop of your own, Trainer.session."
@@ -348,7 +348,19 @@ def _first(source: Source, draws: Any) -> tuple[Split, torch.dtype]:
     count = min(source.count, source.batch if source.collate is not None else ROWS_AT_ONCE)
     x, y = next(iter(SourceReader(source).read(draws, 0, range(count))))
     like = as_split((x, y), source.name)
+    _refuse_batches(source, like)
     return like, kept_type(x, like)
+
+
+def _refuse_batches(source: Source, like: Split) -> None:
+    """Raises DataError if a stream's items are the batches of a DataLoader inside it, and would be taken for rows."""
+    held = vars(source.items).values() if source.streams and hasattr(source.items, "__dict__") else ()
+    for inner in (one for part in held for one in (part[:_STAGES] if isinstance(part, list | tuple) else (part,))):
+        if isinstance(inner, DataLoader) and like.shape[:1] == like.labels.shape[1:2] == (inner.batch_size,):
+            raise DataError(
+                f"{source.name} data: expected rows; found batches of {inner.batch_size}, which the "
+                f"{type(source.items).__name__} has from a DataLoader inside it. Give a DataLoader of the same data set."
+            )
 
 
 def _passed(part: Part, draws: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -247,10 +247,10 @@ def _dtype_of(x: object) -> torch.dtype:
 
 def _from_pair(x: Any, y: Any, name: str) -> Split:
     labels, label_form = labels_of_rows(y, name)
-    if not len(x.shape) or len(x) != len(labels):
-        rows = len(x) if len(x.shape) else "no"
+    rows = x.shape[0] if len(x.shape) else "no"  # zarr's arrays have no len()
+    if rows != len(labels):
         raise DataError(f"{name} data: {rows} rows of x and {len(labels)} labels; the numbers must be equal.")
-    if len(x.shape) == 1 and len(x):
+    if len(x.shape) == 1 and rows:
         raise DataError(f"{name} data: x has one number a row and no dimension for it. Give x of shape (rows, 1): x[:, None].")
     if getattr(x, "layout", torch.strided) is not torch.strided:
         raise DataError(f"{name} data: expected x with all its numbers; found {x.layout}. Give x.to_dense().")
@@ -258,7 +258,7 @@ def _from_pair(x: Any, y: Any, name: str) -> Split:
         raise DataError(f"{name} data: expected x to be numbers; found an array of type {x.dtype}.")
 
     def passes(step: int = 1) -> Iterator[torch.Tensor]:
-        for start in range(0, len(x), ROWS_AT_ONCE * step):
+        for start in range(0, len(labels), ROWS_AT_ONCE * step):
             rows = x[start : start + ROWS_AT_ONCE * step : step]
             # A copy: torch warns about read-only arrays, such as memory-mapped ones.
             yield torch.as_tensor(rows if isinstance(rows, torch.Tensor) else np.array(rows))
@@ -278,8 +278,8 @@ def _step(rows: int, nbytes: int) -> int:
 def _from_several(x: Any, y: Any, name: str) -> Split:
     (labels, label_form), form = labels_of_rows(y, name), form_of(x, f"{name} data", whole=True)
     for part in x.values() if isinstance(x, Mapping) else x:
-        if len(part) != len(labels):
-            raise DataError(f"{name} data: {len(part)} rows of x and {len(labels)} labels; the numbers must be equal.")
+        if part.shape[0] != len(labels):
+            raise DataError(f"{name} data: {part.shape[0]} rows of x and {len(labels)} labels; the numbers must be equal.")
 
     def passes(step: int = 1) -> Iterator[torch.Tensor]:
         for start in range(0, len(labels), ROWS_AT_ONCE * step):

@@ -66,6 +66,8 @@ def plain(value: object, path: str, keep: Keep, classes: Classes, *, learns: boo
         return [{list: "l", tuple: "u"}.get(kind, "z"), *(within(part, number) for number, part in enumerate(value))]
     if isinstance(value, deque):
         return ["q", value.maxlen, *(within(part, number) for number, part in enumerate(value))]
+    if isinstance(value, set) and all(type(part) in _SCALARS for part in value):
+        return ["s", *sorted(value, key=repr)]
     if isinstance(value, dict) and all(type(key) in _SCALARS for key in value):
         return ["d", *([key, within(part, key)] for key, part in value.items())]
     if isinstance(value, enum.Enum):
@@ -98,6 +100,8 @@ def unplain(found: Any, tensor: Callable[[Sequence[Any]], torch.Tensor], classes
     if letter in "luz":
         made = [inner(part) for part in rest]
         return made if letter == "l" else tuple(made) if letter == "u" else torch.Size(made)
+    if letter == "s":
+        return set(rest)
     if letter == "q":
         return deque(map(inner, rest[1:]), rest[0])
     if letter == "d":
@@ -209,6 +213,7 @@ class Knowledge:
 
     def __init__(self, optimizer: torch.optim.Optimizer, classes: Classes, *, learns: bool = False) -> None:
         self._parts, self._classes, self._learns = parts_of(optimizer), classes, learns
+        self._parameters = [one for part in self._parts for group in part.param_groups for one in group["params"]]
         self._built = [([self._texts(group) for group in part.param_groups], self._texts(_own(part))) for part in self._parts]
         self._places = [
             {id(parameter): number for number, group in enumerate(part.param_groups) for parameter in group["params"]}
@@ -281,12 +286,29 @@ class Knowledge:
         """{key: its JSON, or the object itself where it has none}."""
         found: dict[str, object] = {}
         for key, value in values.items():
-            if key != "params":
+            if key != "params" and not self._only_names_parameters(value):
                 try:
                     found[key] = json.dumps(self._plain(value, key))
                 except NoHomeError:
                     found[key] = value
         return found
+
+    def _only_names_parameters(self, value: object) -> bool:
+        """True for what an optimizer finds its parameters by and makes anew: the parameters, views of them, and these in lists
+        and dicts with a name or number beside each."""
+        if isinstance(value, torch.Tensor):
+            place = value.untyped_storage()._cdata
+            return any(
+                place == one.untyped_storage()._cdata
+                and 0 <= value.storage_offset() - one.storage_offset() < max(1, one.numel())
+                for one in self._parameters
+            )
+        if isinstance(value, dict):
+            return bool(value) and all(map(self._only_names_parameters, value.values()))
+        if isinstance(value, list | tuple):
+            tensors = [part for part in value if not isinstance(part, int | str)]
+            return bool(tensors) and all(map(self._only_names_parameters, tensors))
+        return False
 
     def _plain(self, value: object, key: str) -> Any:
         return plain(value, key, inline, self._classes, learns=self._learns)
@@ -294,7 +316,7 @@ class Knowledge:
     def _changed(self, values: Mapping[str, object], then: Mapping[str, object]) -> dict[str, Any]:
         found = {}
         for key, value in values.items():
-            if key == "params" or (key in then and then[key] is value):
+            if key == "params" or (key in then and then[key] is value) or self._only_names_parameters(value):
                 continue
             now = self._plain(value, key)
             if json.dumps(now) != then.get(key):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from seqpart import Trainer
 from seqpart.data.boundary_cache import Boundaries
@@ -83,6 +83,17 @@ def test_augmentation_is_alive_and_equals_a_plain_loop_over_the_same_draws(items
 def test_a_loader_brings_its_batches_order_and_workers(tmp_path):
     loader = DataLoader(Noisy(), batch_size=12, shuffle=True, drop_last=True, num_workers=2)
     assert_plain(trained(tmp_path, loader), plainly(Noisy(), batch=12, rows=36))
+
+
+class InBatches(BatchSampler):
+    """A library's own class for what its loaders do with `batch_size`."""
+
+
+def test_a_loader_of_a_library_may_batch_by_a_class_of_its_own(tmp_path):
+    """torchdata's StatefulDataLoader was refused, as if its batches had any size."""
+    loader = DataLoader(Noisy(), batch_size=BATCH)
+    vars(loader)["batch_sampler"] = InBatches(loader.sampler, BATCH, drop_last=False)
+    assert_plain(trained(tmp_path, loader), plainly(Noisy(), order=in_order))
 
 
 def test_a_loader_that_does_not_shuffle_keeps_the_order(tmp_path):
@@ -205,6 +216,27 @@ def test_kept_rows_are_one_draw(data, tmp_path):
     other = trained(tmp_path, (torch.stack(x).float(), torch.tensor(y)), name="other", batch_size=BATCH)
     assert bits(one)[1] == bits(other)[1]
     assert bits(one) != bits(trained(tmp_path, data(), name="alive", batch_size=BATCH))
+
+
+class Stored:
+    """An array in a file as zarr gives it: with a shape and rows, without len()."""
+
+    def __init__(self, values):
+        self._values, self.shape, self.dtype = np.asarray(values), tuple(np.shape(values)), np.asarray(values).dtype
+
+    def __getitem__(self, rows):
+        return self._values[rows]
+
+    def __array__(self, dtype=None, copy=None):
+        return self._values.astype(dtype or self.dtype)
+
+
+@pytest.mark.parametrize("cache", ["auto", "none"])
+def test_a_pair_of_arrays_without_len_is_a_pair(cache, tmp_path):
+    """TypeError: object of type 'Array' has no len()."""
+    x, y = clean()
+    result = trained(tmp_path, (Stored(x), Stored(y)), cache=cache, batch_size=BATCH, shuffle=False)
+    assert_plain(result, plainly([(x[i], int(y[i])) for i in range(ROWS)], order=in_order))
 
 
 def test_a_pair_can_be_read_anew_without_a_copy(tmp_path):

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from seqpart import Trainer
+from seqpart.checkpoint.changes import refuse_other_rows
 from seqpart.data import loaders as given
 from seqpart.errors import DataError
 
@@ -127,3 +129,46 @@ def test_a_stream_of_another_length_than_its_len_is_refused(length, labels, tmp_
     with pytest.raises(DataError, match=rf"expected {length} rows in every pass.*found {'more' if length < 50 else 50}"):
         trainer.fit(DataLoader(Sized(1, labels, length), batch_size=10))
     Trainer(model, **OPTIONS, epochs=1, output_dir=tmp_path / "cured").fit(DataLoader(Stream(1, labels), batch_size=10))
+
+
+class Itself(IterableDataset):
+    """Is its own iterator, which begins anew whenever it is asked for one."""
+
+    def __iter__(self):
+        self.rows = zip(X, Y, strict=True)
+        return self
+
+    def __next__(self):
+        return next(self.rows)
+
+
+def test_a_stream_that_is_its_own_iterator_begins_anew_in_every_epoch(tmp_path):
+    """litdata's was refused: "can be read once"."""
+    model = net()
+    Trainer(model, **OPTIONS, epochs=2, output_dir=tmp_path / "run").fit(Itself())
+    assert_equal(model, plain(10, 1))
+
+
+class Wrapped:
+    """What a library or a progress bar puts around a loader."""
+
+    def __init__(self, loader):
+        self.stages = [loader]
+
+    def __iter__(self):
+        return iter(self.stages[0])
+
+
+def test_batches_of_a_loader_inside_a_stream_are_not_taken_for_rows(tmp_path):
+    """As webdataset's WebLoader gives them: each was one row with labels by position, and an epoch had a few updates."""
+    with pytest.raises(
+        DataError, match="expected rows; found batches of 10, which the Wrapped has from a DataLoader inside it"
+    ):
+        Trainer(net(), **OPTIONS, epochs=1, output_dir=tmp_path / "run").fit(Wrapped(DataLoader(Stream(6), batch_size=10)))
+
+
+def test_a_resumed_run_says_that_rows_are_others_each_time():
+    """As a stream's that counts its passes: it went on to other bits without a word."""
+    (said,) = refuse_other_rows(Path("run"), {"training": ""}, {"training": ""})
+    assert "the training rows are others each time that they are read" in said
+    assert refuse_other_rows(Path("run"), {"training": "1a"}, {"training": "1a"}) == []

@@ -490,6 +490,34 @@ class Swaps(torch.optim.SGD):
             p.data.sub_(state["one"], alpha=0.01)
 
 
+class FindsByViews(torch.optim.SGD):
+    """Has lists of its parameters, and views of them by parameter and by place in memory; notes what has begun in a set."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr)
+        self.pairs, self.views, self.places = [(f"p{n}", p) for n, p in enumerate(parameters)], {}, {}
+
+    def step(self, closure=None):
+        for number, (_, p) in enumerate(self.pairs):
+            self.views[p] = [p.data.view(-1)]
+            self.places[p.data_ptr(), p.shape] = p, number
+            begun = self.state[p].setdefault("begun", set())
+            self.views[p][0].sub_(p.grad.reshape(-1), alpha=0.1 if "first" in begun else 0.01)
+            begun.add("first")
+
+
+class CountsByParameter(torch.optim.SGD):
+    """Keeps its counts in a dict of its own, where they are by parameter."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr)
+        self.counts = {}
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.counts |= {p: self.counts.get(p, 0) + 1 for p in self.param_groups[0]["params"]}
+
+
 class InSilence(torch.optim.SGD):
     """Keeps in a closure what no one else can see."""
 
@@ -521,6 +549,7 @@ OF_ALL_KINDS = {
     "a tensor of the gradient": lambda p: Odd(p, lr=0.1),
     "a tensor of some": lambda p: Halves(p, lr=0.1),
     "a whole number": lambda p: Counting(p, lr=0.1),
+    "views of parameters": lambda p: FindsByViews(p, lr=0.1),
     "a rate that it changes": lambda p: CountsInItsGroup(p, lr=0.1),
     "a copy of the weights": lambda p: Lookahead(p, lr=0.1),
     "a queue and an object": lambda p: Delayed(p, lr=0.1),
@@ -552,9 +581,10 @@ def test_an_optimizer_that_is_built_anew_knows_all_that_it_knew(build):
     [
         (lambda p: OfItsOwnKind(p, lr=0.1), "its state 'codes' is a tensor of a kind of its own, Layer.* of p0 of shape"),
         (lambda p: InSilence(p, lr=0.1), "its step 2 has another result when it is built anew"),
+        (lambda p: CountsByParameter(p, lr=0.1), "its state 'counts' is dict"),
         (lambda p: Noisy(p, lr=0.1), "its steps draw random numbers"),
     ],
-    ids=["OfItsOwnKind", "InSilence", "Noisy"],
+    ids=["OfItsOwnKind", "InSilence", "CountsByParameter", "Noisy"],
 )
 def test_an_optimizer_that_knows_what_has_no_home_is_refused_in_words(build, words):
     with pytest.raises(OptionError, match=words):
