@@ -14,6 +14,7 @@
         CorruptFile           a checksum, a size or a header is wrong
         DiskFull              no room left for homes or boundary rows
         DirectoryUnusable     not writable, not ours, or in use by a live run
+      OtherRank           1   several processes: another one has ended
       ScheduleError       1   our own fault: a schedule broke the grammar
     Interrupted         130   no error: a KeyboardInterrupt that has left a checkpoint
 

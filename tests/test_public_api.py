@@ -49,7 +49,7 @@ def test_an_interrupted_run_is_no_error_and_passes_handlers_of_errors_by():
 def test_each_branch_of_the_tree_has_its_exit_code():
     codes = {name: kind.exit_code for name, kind in vars(errors).items() if isinstance(kind, type) and "exit_code" in dir(kind)}
     assert codes == {
-        "SeqpartError": 1, "ScheduleError": 1,
+        "SeqpartError": 1, "ScheduleError": 1, "OtherRank": 1,
         "BadInput": 2, "OptionError": 2, "ModelError": 2, "DataError": 2, "Diverged": 2,
         "DoesNotFit": 3,
         "LimitExceeded": 4, "OutOfMemory": 4,

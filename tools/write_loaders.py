@@ -444,7 +444,8 @@ def row_of(case: Case) -> str:
 
 
 def _reason(text: str) -> str:
-    return re.split(r"\. |\n", text.split(" data: ", 1)[-1])[0][:160].replace("|", "/")
+    said = re.split(r"\. |\n", text.split(" data: ", 1)[-1])[0]
+    return re.sub(r" /\S+", " ...", said)[:160].replace("|", "/")
 
 
 def main() -> None:

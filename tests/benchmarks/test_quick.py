@@ -27,6 +27,7 @@ SAID = {
     "widest_layer": '"violations": 0',
     "models": "| yes | ",
     "census page": "equal shufflenet_v2_x0_5",
+    "rank_kills": "1 runs, 1 with a kill: 1 have the weights",
     "scaling": "sends 1.0000 x the formula",
     "campaign": "2 cases, 0 with violations",
     "peers.compare S": "ours ",
