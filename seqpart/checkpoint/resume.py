@@ -11,6 +11,7 @@ from msgspec import Meta
 
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.changes import (
+    FREE,
     Layers,
     Place,
     different,
@@ -47,6 +48,9 @@ from seqpart.units import format_limit
 
 _ROOM = {"mem_limit", "ram_limit", "optimizer_on", "partitions"}
 """Settings that need a new plan if they change."""
+
+_OF_A_RANK = FREE | {"device", "export_every", "keep_exports", "trackers"}
+"""Settings that may differ from rank to rank."""
 
 
 class State(msgspec.Struct, kw_only=True):
@@ -340,11 +344,17 @@ def state_of(
 
 
 def refuse_other_rows_of_ranks(ranks: Ranks, planner: Planner) -> None:
-    """Raises DataError if the processes of a run were given other rows than the first."""
+    """Raises DataError if the processes of a run were given other rows than the first, OptionError for other settings."""
     if ranks.count == 1:
         return
     rows = planner.train, planner.test
-    found = ranks.gather((data_digest(*rows), row_digests(*rows)))
+    settings = {name: str(value) for name, value in planner.settings.to_json().items() if name not in _OF_A_RANK}
+    told = ranks.gather((settings, (data_digest(*rows), row_digests(*rows))))
+    for rank, (other, _) in enumerate(told):
+        if names := [name for name in settings if other[name] != told[0][0][name]]:
+            said = ", ".join(f"{name} is {other[name]}, not {told[0][0][name]}" for name in names)
+            raise OptionError(f"rank {rank} was given other settings than rank 0: {said}. Give every process the same.")
+    found = [one for _, one in told]
     if others := [rank for rank, one in enumerate(found) if one != found[0]]:
         raise DataError(
             f"rank {others[0]} was given other rows than rank 0. Give every process the whole data, in the same order and "

@@ -190,6 +190,11 @@ class Planner(Inputs):
         now = planning.fingerprint(self.chain, self.costs_at(self.full_batch), self.train.shape)
         names = [method.name for method in request.methods]
         if reuse.method not in names or (reuse.fingerprint, reuse.partitions[-1].last) != (now, len(self.chain)):
+            if self.ranks.number:
+                raise OptionError(
+                    f"rank {self.ranks.number} was given another model or method than rank 0, whose plan this is "
+                    f"({reuse.method}, {reuse.fingerprint}); its own is {', '.join(names)}, {now}. Give every process the same."
+                )
             raise OptionError(
                 f"--plan: that plan is for another model or method ({reuse.method}, {reuse.fingerprint}); this run is "
                 f"{' or '.join(names)}, {now}. Make a new one with --plan-out."

@@ -289,11 +289,11 @@ class Compute:
         rows = phase.rows_before(update + 1) - phase.rows_before(update)
         return rows / self._counted if self._counted else None
 
-    def share(self, number: int) -> None:
-        """Adds up the losses of an update of phase `number` over all processes, once each has computed its own."""
+    def share(self, step: Step) -> None:
+        """Adds up the losses of an update over all processes, once the partition that has them has computed each one's own."""
         if self._reader is None:  # of a pass of whose rows this process has none
-            self._enter(number)
-        if self._own is None:
+            self._enter(step.phase)
+        if self._own is None or step.partition < self.phases[step.phase].last:
             return
         found, self._own = self._ranks.gather((self._own.tally(), self._counted)), None
         for sums, _ in found:

@@ -268,11 +268,11 @@ class Executor:
         return traffic
 
     def _reduce(self, step: Step) -> tuple[int, int]:
-        self.compute.share(step.phase)
-        if not self._phases[step.phase].trains(step.partition):
-            return 0, 0
+        self.compute.share(step)
         partition = self._loaded[step.partition]
         partition.buffers.share(self._ranks)
+        if not self._phases[step.phase].trains(step.partition):
+            return 0, 0
         sent = self._ranks.add_up(list(partition.trainable.values()))
         self._end_backward(step)
         return 0, sent

@@ -47,6 +47,12 @@ CASES = {
     "labels that do not count": (chain, SOME, {"method": "full"}),
     "dropout": (lambda: chain(nn.Dropout(0.5)), CLASSES, {"method": "streamed", "partitions": 2}),
     "running statistics": (lambda: chain(nn.BatchNorm1d(32)), CLASSES, {"method": "streamed", "partitions": 2}),
+    "running statistics of frozen layers": (
+        lambda: chain(nn.BatchNorm1d(32)),
+        CLASSES,
+        {"method": "streamed", "partitions": 3, "freeze": ["0.*", "1.*"]},
+    ),
+    "a frozen beginning": (chain, SOME, {"method": "streamed", "partitions": 3, "freeze": "0.*"}),
     "tied weights": (tied, CLASSES, {"method": "streamed", "partitions": 3}),
     "channels last": (channels_last, CLASSES, {"method": "full"}),
     "steps on the host": (chain, CLASSES, {"method": "streamed", "partitions": 2, "optimizer_on": "host", "ram_limit": "1GB"}),
@@ -59,6 +65,7 @@ REFUSED = {
     "batch": {"method": "full", "batch_size": 1},
     "limit": {"method": "full", "mem_limit": "1MB"},
     "rows": {"method": "full"},
+    "settings": {"method": "full"},
 }
 
 
@@ -79,7 +86,8 @@ def runs(folder, rank):
     for name, options in REFUSED.items():
         try:
             rows = ROWS + (rank if name == "rows" else 0)
-            Trainer(chain(), output_dir=folder / f"refused-{name}", **{**COMMON, **options}).fit((rows, CLASSES))
+            options = {**COMMON, **options, "epochs": 2 + (rank if name == "settings" else 0)}
+            Trainer(chain(), output_dir=folder / f"refused-{name}", **options).fit((rows, CLASSES))
         except SeqpartError as error:
             said[name] = type(error).__name__, str(error)
     try:

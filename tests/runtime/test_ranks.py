@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.runtime import rank_runs
 
+STATISTICS = [name for name in rank_runs.CASES if name.startswith("running statistics")]
 SCRIPT = Path(__file__).parent / "rank_runs.py"
 
 
@@ -65,15 +66,16 @@ def test_two_ranks_of_a_micro_batch_each_have_the_bits_of_one_process_that_accum
         found, (losses, loss, accuracy, weights, proofs) = torch.load(together / f"{name}-{rank}.pt")
         parameters = dict(model.named_parameters())
         for key, tensor in found.items():
-            assert torch.equal(tensor, alone[key]) or (key not in parameters and name == "running statistics"), key
+            assert torch.equal(tensor, alone[key]) or (key not in parameters and name in STATISTICS), key
         assert losses == result.train_losses and proofs == rank_runs.RANKS
-        assert (loss, accuracy) == (result.test_loss, result.accuracy) or name == "running statistics"
+        assert (loss, accuracy) == (result.test_loss, result.accuracy) or name in STATISTICS
         assert Path(weights).is_file() and Path(weights).parent == together / name.replace(" ", "-")
     assert sorted(path.name for path in together.glob("rank-*")) == [], "the second rank leaves nothing"
 
 
-def test_running_statistics_are_those_of_the_first_rank_as_in_torch_s_own_data_parallel(together):
-    first, second = (torch.load(together / f"running statistics-{rank}.pt")[0] for rank in range(2))
+@pytest.mark.parametrize("name", STATISTICS)
+def test_running_statistics_are_those_of_the_first_rank_as_in_torch_s_own_data_parallel(name, together):
+    first, second = (torch.load(together / f"{name}-{rank}.pt")[0] for rank in range(2))
     model = rank_runs.chain(nn.BatchNorm1d(32))
     assert first["1.num_batches_tracked"] == 6 and not torch.equal(first["1.running_mean"], model[1].running_mean)
     for key, tensor in first.items():
@@ -92,9 +94,10 @@ def test_what_several_processes_cannot_share_is_refused_by_all_of_them(together)
     first, second = (json.loads((together / f"said-{rank}.json").read_text()) for rank in range(2))
     assert first == second and {name: kind for name, (kind, _) in first.items()} == {
         "ist": "OptionError", "micro-batch": "OptionError", "batch": "OptionError", "limit": "DoesNotFit", "rows": "DataError",
-        "session": "OptionError",
+        "settings": "OptionError", "session": "OptionError",
     }  # fmt: skip
     assert "torchrun has started 2" in first["ist"][1] and "DistributedSampler" in first["rows"][1]
+    assert "rank 1 was given other settings than rank 0: epochs is" in first["settings"][1]
 
 
 @pytest.mark.slow
