@@ -16,7 +16,7 @@ from seqpart.arguments import (
     refuse_optimizer,
     refuse_options_beside,
 )
-from seqpart.checkpoint.resume import ResumePoint, refuse_other_rows_of_ranks, resume_point_of
+from seqpart.checkpoint.resume import ResumePoint, refuse_unlike_ranks, resume_point_of
 from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
 from seqpart.data.reading import with_fewer_workers
@@ -25,7 +25,7 @@ from seqpart.data.step_losses import StepLosses
 from seqpart.data.unlabelled import WithoutLabels, needs_labels
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
-from seqpart.device.ranks import begun_before, leads, per_machine, ranks_of, refuse_ranks
+from seqpart.device.ranks import begun_before, leads, leaving_on_error, per_machine, ranks_of, refuse_ranks
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import MemoryUsage, highest
 from seqpart.errors import DoesNotFit, Interrupted, OptionError
@@ -301,7 +301,7 @@ class Trainer:
         if self._steps is not None:
             raise OptionError("fit: expected one loss; found one for each step of a session. Make the steps in `session`.")
         resume = resume or begun_before(self.settings.output_dir)
-        with ExitStack() as stack:
+        with leaving_on_error(), ExitStack() as stack:
             trainer = self if leads() else self._follower(stack)
             while True:
                 try:
@@ -374,7 +374,7 @@ class Trainer:
                 )
             ranks.tell((prepared.plan, resumed and replace(resumed, manifest=None)))
             telling.close()
-            refuse_other_rows_of_ranks(ranks, planner)
+            refuse_unlike_ranks(ranks, planner)
             run = Run(planner, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
             run.pauses.replans = prepared.method.exact and not (prepared.method.in_pairs or run.averages or ranks.count > 1)
             if tracking is not None:

@@ -343,7 +343,7 @@ def state_of(
     )  # fmt: skip
 
 
-def refuse_other_rows_of_ranks(ranks: Ranks, planner: Planner) -> None:
+def refuse_unlike_ranks(ranks: Ranks, planner: Planner) -> None:
     """Raises DataError if the processes of a run were given other rows than the first, OptionError for other settings."""
     if ranks.count == 1:
         return

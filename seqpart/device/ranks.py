@@ -8,6 +8,7 @@ one process that accumulates W; a ring's sum has not.
 import atexit
 import os
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -81,7 +82,7 @@ class Ranks:
 class Group(Ranks):
     """The ranks of torchrun."""
 
-    room = 8 * CHUNK
+    room = 9 * CHUNK
 
     def __init__(self, device: Device, environment: Mapping[str, str]) -> None:
         self.number, self.count = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
@@ -129,6 +130,7 @@ class Group(Ranks):
         except Exception as error:
             if self.leads and self._telling:
                 self.tell(error if isinstance(error, SeqpartError) else OtherRank(f"rank 0 ended: {error!r}."))
+                _SHARED.add(error)
             raise
 
     def tell(self, value: object) -> None:
@@ -142,9 +144,15 @@ class Group(Ranks):
         with self._others_heard():
             dist.broadcast_object_list(found, group=self._words)
         if isinstance(error := found[0], Exception):
-            error.is_told = True  # type: ignore[attr-defined]
+            _SHARED.add(error)
             raise error
         return found[0]
+
+    def leave(self) -> None:
+        """Closes the connections, so that ranks that wait for this one hear it."""
+        for group in {self._words, self._sums}:
+            dist.destroy_process_group(group)
+        self._words = self._sums = None
 
     def any_of(self, *said: bool) -> list[bool]:
         return self._bytes_of_all(said).any(0).tolist()
@@ -210,9 +218,10 @@ class Group(Ranks):
         except (RuntimeError, ValueError) as error:
             if self._device.is_out_of_memory(error):
                 raise
+            said = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]  # gloo begins with a place in its source
             raise OtherRank(
                 f"rank {self.number} cannot exchange with the others any more. One has most likely ended, and its own message "
-                f"says why. torch.distributed says: {str(error).splitlines()[0][:200]}."
+                f"says why. torch.distributed says: {said}."
             ) from None
 
 
@@ -266,9 +275,25 @@ def leads() -> bool:
     return not started_by_torchrun() or int(os.environ["RANK"]) == 0
 
 
+_SHARED = weakref.WeakSet[BaseException]()
+"""Errors of the first rank that it has told the others."""
+
+
 def is_told(error: BaseException) -> bool:
     """True for an error that the first rank has printed, or will print."""
-    return getattr(error, "is_told", False) or (isinstance(error, KeyboardInterrupt) and not leads())
+    return not leads() and (error in _SHARED or isinstance(error, KeyboardInterrupt))
+
+
+@contextmanager
+def leaving_on_error() -> Iterator[None]:
+    """A context in which an error that the other ranks do not have parts this rank from them, until its next run."""
+    try:
+        yield
+    except BaseException as error:
+        if error not in _SHARED:
+            for kind in list(_GROUPS):
+                _GROUPS.pop(kind).leave()
+        raise
 
 
 def begun_before(folder: Path | None) -> Path | None:

@@ -69,12 +69,23 @@ REFUSED = {
 }
 
 
-def fitted(name, folder, **more):
+class Fails:
+    """A callback that raises in the second rank alone."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_step(self, event):
+        if self.rank == 1 and event.update == 2:
+            raise ValueError
+
+
+def fitted(name, folder, callbacks=()):
     """The result and the trained model of a case."""
     make, labels, options = CASES[name]
     model = make()
-    trainer = Trainer(model, output_dir=folder, micro_batch_size=BATCH // RANKS, **{**COMMON, **options}, **more)
-    return trainer.fit((ROWS, labels), (ROWS, labels)), model
+    trainer = Trainer(model, output_dir=folder, micro_batch_size=BATCH // RANKS, **{**COMMON, **options})
+    return trainer.fit((ROWS, labels), (ROWS, labels), callbacks=callbacks), model
 
 
 def runs(folder, rank):
@@ -95,6 +106,11 @@ def runs(folder, rank):
             pass
     except SeqpartError as error:
         said["session"] = type(error).__name__, str(error)
+    try:
+        fitted("channels last", folder / "failed", callbacks=[Fails(rank)])
+    except Exception as error:
+        (folder / f"failed-{rank}").write_text(type(error).__name__)
+    fitted("channels last", folder / "again")
     (folder / f"said-{rank}.json").write_text(json.dumps(said))
 
 

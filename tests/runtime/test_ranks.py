@@ -100,6 +100,12 @@ def test_what_several_processes_cannot_share_is_refused_by_all_of_them(together)
     assert "rank 1 was given other settings than rank 0: epochs is" in first["settings"][1]
 
 
+def test_an_error_in_one_rank_ends_the_run_of_the_other_and_a_script_may_go_on_with_both(together):
+    assert [(together / f"failed-{rank}").read_text() for rank in range(2)] == ["OtherRank", "ValueError"]
+    again, before = (together / name / "model.safetensors" for name in ("again", "channels-last"))
+    assert again.read_bytes() == before.read_bytes()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_is_killed_starts_again_with_the_others_from_the_newest_checkpoint(killed, tmp_path, one_thread):
