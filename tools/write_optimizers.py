@@ -293,7 +293,7 @@ def rows(library: str, names: Sequence[str] = ()) -> list[Row]:
             try:
                 found.append(apart(partial(row_of, name), 10 * SECONDS))
             except RuntimeError as error:
-                found.append(Row(name, *[""] * 5, f"not in a plain loop: {_reason(str(error))}"))
+                found.append(Row(name, *[""] * 4, f"not in a plain loop: {_reason(str(error))}"))
             print(*found[-1], sep=" | ", file=sys.stderr, flush=True)
     return found
 
