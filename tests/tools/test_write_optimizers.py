@@ -24,7 +24,7 @@ def test_no_optimizer_of_the_table_differs_from_a_plain_loop():
 
 @pytest.mark.own_process  # the tool forks, for which a process that ran other tests is not fit
 @pytest.mark.usefixtures("known_machine")
-@pytest.mark.parametrize("name", ["torch.optim.NAdam", "timm.optim.Lion", "bitsandbytes.optim.AdamW8bit"])
+@pytest.mark.parametrize("name", ["torch.optim.NAdam", "timm.optim.Adan", "bitsandbytes.optim.AdamW8bit"])
 @pytest.mark.few(1)
 def test_the_table_says_what_a_run_finds(name):
     assert write_optimizers.apart(partial(write_optimizers.row_of, name)) == TABLE[name]
