@@ -11,6 +11,7 @@ Results: benchmarks/results/scaling-*.json
 
 import argparse
 import itertools
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from statistics import median
@@ -28,12 +29,14 @@ ARMS: dict[str, tuple[object, ...]] = {
 FOLDER = Path("runs")
 
 
-def measured(arms: Collection[str], rounds: int, ranks: tuple[int, ...], network: tuple[object, ...]) -> dict[str, Any]:
-    FOLDER.mkdir(exist_ok=True)
+def measured(
+    arms: Collection[str], rounds: int, ranks: tuple[int, ...], network: tuple[object, ...], folder: Path
+) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
     found: dict[str, list[dict[str, Any]]] = {}
     for number in range(rounds):
         for name, count in itertools.product(arms, ranks):
-            one = run_arm(*map(str, (*ARMS[name], *network)), folder=FOLDER, ranks=count, threads=1)
+            one = run_arm(*map(str, (*ARMS[name], *network)), folder=folder, ranks=count, threads=1)
             found.setdefault(f"{name}, {count}", []).append(one)
             said = f"{one['median']:7.3f} s, {one['peak'] / 1e6:.0f} MB"
             print(f"  round {number + 1}: {name:8} {count} process(es) {said}", flush=True)
@@ -64,11 +67,12 @@ def main() -> None:
     quick.add_to(parser)
     options = parser.parse_args()
     if options.quick:
-        show(measured(("plain", "streamed"), 1, (1, 2), ("--width", 64, "--depth", 2, "--batch", 16, "--updates", WARM_UP + 2)))
+        network: tuple[object, ...] = "--width", 64, "--depth", 2, "--batch", 16, "--updates", WARM_UP + 2
+        with tempfile.TemporaryDirectory() as place:
+            show(measured(("plain", "streamed"), 1, (2,), network, Path(place)))
         return
-    result = measured(
-        ARMS, options.rounds, (1, 2, 4), ("--width", 2048, "--depth", 8, "--batch", 128, "--updates", WARM_UP + 6)
-    )
+    network = "--width", 2048, "--depth", 8, "--batch", 128, "--updates", WARM_UP + 6
+    result = measured(ARMS, options.rounds, (1, 2, 4), network, FOLDER)
     show(result)
     print(save("scaling", result))
 
