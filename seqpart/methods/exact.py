@@ -28,8 +28,8 @@ def whole_network(work: Workload, *, streamed: bool) -> Phase:
         frozen=frozenset(p for p, part in enumerate(work.partitions) if not part.trainable),
         keeps=work.keeps, offloads=work.offloads, host_steps=work.host_steps,
         rank=work.rank, ranks=work.ranks,
-        # Gradients that wait at home for their norm are fetched with the state.
-        divides_state=work.divides_state and not (work.host_steps or (work.defers_updates and streams)),
+        # State that stays needs no disk; gradients that wait at home for their norm are fetched with the state.
+        divides_state=work.divides_state and bool(streams) and not (work.host_steps or work.defers_updates),
     )  # fmt: skip
 
 
