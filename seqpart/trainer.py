@@ -339,7 +339,7 @@ class Trainer:
     ) -> Result:  # fmt: skip
         """Runs one `fit`. Raises PlanAnew after it saved the run, to go on with another plan."""
         reporter = reporter or Reporter(quiet=self._quiet)
-        began, ranks, told = time.perf_counter(), ranks_of(self.device), None
+        began, ranks = time.perf_counter(), ranks_of(self.device)
         with ExitStack() as stack:
             telling = stack.enter_context(ExitStack())
             telling.enter_context(ranks.telling())
@@ -355,7 +355,7 @@ class Trainer:
             rows, tests = self.rows(train, test)
             resumed: ResumePoint | None = None
             if not ranks.leads:
-                reuse, resumed = told = ranks.told()
+                reuse, resumed = ranks.told()
                 if resumed is not None and self.settings.output_dir is not None:
                     resumed = replace(resumed, root=self.settings.output_dir)
             elif resume is not None:
@@ -367,7 +367,7 @@ class Trainer:
             resumes = resumed is not None and resumed.manifest is not None
             prepare = partial(self.prepare, rows, tests, reuse=reuse, resumes=resumes)
             plan = partial(self._planned, sampler, Planner.planned if resumed is None else resumed.planned)
-            earlier = resumed.plan if resumed is not None and told is None else reuse
+            earlier = resumed.plan if resumed is not None and ranks.leads else reuse
             with planning_shown(reporter):
                 planner, prepared = self._fitting(
                     stack, prepare, plan, earlier, in_pairs=self._in_pairs, kept=kept, whole_logits=compute_metrics is not None

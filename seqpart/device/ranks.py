@@ -176,8 +176,7 @@ class Group(Ranks):
             for pieces in (chunk for own in alike.values() for chunk in _chunks(own)):
                 flat = torch.cat([piece.reshape(-1) for piece in pieces])
                 dist.broadcast(flat, owner, group=self._sums)
-                for piece, found in zip(pieces, torch.split(flat, [p.numel() for p in pieces]), strict=True):
-                    piece.copy_(found.view(piece.shape))
+                _put_back(flat, pieces)
         return sum(weight.nbytes for weight in weights) * (self.count - 1 if owner == self.number else 0)
 
     def add_up(self, parameters: Sequence[torch.nn.Parameter]) -> int:
@@ -195,10 +194,10 @@ class Group(Ranks):
 
     def _add_up(self, pieces: Sequence[torch.Tensor], ranks: Sequence[int]) -> int:
         """Replaces a chunk of gradients by the sum of those of `ranks`: each rank adds up a part of it for all."""
-        sizes = [piece.numel() for piece in pieces]
-        each = -(-sum(sizes) // self.count)
+        count = sum(piece.numel() for piece in pieces)
+        each = -(-count // self.count)
         whole = pieces[0].new_empty(self.count, each)
-        flat = whole.view(-1)[: sum(sizes)]
+        flat = whole.view(-1)[:count]
         torch.cat([piece.reshape(-1) for piece in pieces], out=flat)
         parts = torch.empty_like(whole)
         dist.all_to_all_single(parts, whole, group=self._sums)
@@ -206,8 +205,7 @@ class Group(Ranks):
         for rank in ranks[1:]:
             mine += parts[rank]
         dist.all_gather([*whole], mine, group=self._sums)
-        for piece, found in zip(pieces, torch.split(flat, sizes), strict=True):
-            piece.copy_(found.view(piece.shape))
+        _put_back(flat, pieces)
         return 2 * (self.count - 1) * each * whole.element_size()
 
     @contextmanager
@@ -244,6 +242,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _in_a_row(gradient: torch.Tensor) -> torch.Tensor:
     """The gradient's memory as one row, in its own order."""
     return gradient.as_strided((gradient.numel(),), (1,))
+
+
+def _put_back(flat: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    """Copies numbers in a row back into the pieces that they came from."""
+    for piece, found in zip(pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True):
+        piece.copy_(found.view(piece.shape))
 
 
 def _chunks(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

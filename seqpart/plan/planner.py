@@ -469,10 +469,8 @@ class Planner(Inputs):
         waits = self.ranks.seconds_of(exchanged)
         if count > 1:
             seconds += waits * sum(phase.updates * times for phase, times in counted(phases) if phase.ranks > 1)
-            said = (
-                f"an update exchanges {format_size(exchanged)} of gradients with {count - 1} other process(es): {waits:.3g} s"
-            )
-            reasons = (*reasons, said + (", divided among the partitions" if self.alone else ""))
+            said = f"exchanges {format_size(exchanged)} of gradients with {count - 1} other process(es): {waits:.3g} s"
+            reasons = (*reasons, f"an update {said}")
         return Plan(
             method=method.name, device=self.device.name, limit=problem.limit, margin=margin_of(problem.limit),
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),

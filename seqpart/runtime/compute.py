@@ -351,8 +351,7 @@ class Compute:
     def _part(self, step: Step) -> int:
         """Returns the micro-batch's number among this process's own of its update; boundary tensors are stored by it, in reused
         places."""
-        phase, m = self.phases[step.phase], _micro_batch(step)
-        return m - phase.own_micro_batches(m // phase.micro_batches_per_update).start
+        return self.phases[step.phase].part_of(_micro_batch(step))
 
     def span(self, step: Step) -> Span:
         return self.phases[step.phase].span(_micro_batch(step))

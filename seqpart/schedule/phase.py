@@ -238,6 +238,11 @@ class Phase:
         start, stop = (first + min(rank * each, count) for rank in (self.rank, self.rank + 1))
         return range(start, stop)
 
+    def part_of(self, m: int) -> int:
+        """Returns the number of micro-batch `m` among this process's own of its update."""
+        update, part = divmod(m, self.micro_batches_per_update)
+        return part if self.ranks == 1 else m - self.own_micro_batches(update).start  # it is asked at every step
+
     @property
     def own(self) -> "Phase":
         """The pass as its first process sees it, of whose rows none has more: with as many updates, of its own rows."""
