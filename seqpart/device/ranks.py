@@ -9,7 +9,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +23,10 @@ from seqpart.device.device import Device
 from seqpart.errors import OptionError, OtherRank, SeqpartError
 
 T = TypeVar("T")
-CHUNK = 2 << 20
+CHUNK = 4 << 20
 """Bytes of gradients that are exchanged at a time."""
+_RECORDED = "TORCH_FR_BUFFER_SIZE"
+"""torch's name for the number of exchanges that it records, 2,000 unless it is set: a record is a small piece of memory."""
 _TRIES, _TRIED = 4, 512 << 10
 """How often, and with how many bytes, the speed of an exchange is measured."""
 _PATIENCE = timedelta(days=1)
@@ -37,6 +39,8 @@ class Ranks:
     number, count, said = 0, 1, ""
     room = 0
     """Bytes that an exchange of gradients takes for a moment."""
+    keeps_heap = True
+    """False if exchanges leave small pieces of memory behind, between which a kept heap would grow."""
 
     @property
     def leads(self) -> bool:
@@ -82,15 +86,18 @@ class Ranks:
 class Group(Ranks):
     """The ranks of torchrun."""
 
-    room = 9 * CHUNK
+    room = 2 * CHUNK
 
     def __init__(self, device: Device, environment: Mapping[str, str]) -> None:
         self.number, self.count = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
         self._device, self._telling = device, False
+        # Touched, so that it counts as there before the plan. Memory of an exchange's own would leave holes in a kept heap.
+        self._buffers = torch.ones(2, 2, CHUNK, dtype=torch.uint8, device=device.torch)
         self.said = f"{self.count} processes share each update's rows; the limit is that of each"
         if torch.get_num_threads() == 1 and per_machine() > 1:
             self.said += ". Each computes on one thread (torchrun sets OMP_NUM_THREADS=1 unless you do), which gives other bits"
-        with self._others_heard():
+        self.keeps_heap = environment.get(_RECORDED, "" if dist.is_initialized() else "0") == "0"
+        with self._others_heard(), _environment(_RECORDED, "0"):
             if not dist.is_initialized():
                 # torchrun keeps its store when it starts ranks again, and gloo would find addresses of those that have ended.
                 store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
@@ -99,8 +106,8 @@ class Group(Ranks):
                 atexit.register(dist.destroy_process_group)
             self._words: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
             self._sums: Any = self._words if device.kind != "cuda" else dist.new_group(backend="nccl", timeout=_PATIENCE)
-        self._latency = self._tried(1)
-        self._rate = _TRIED / max(1e-9, self._tried(_TRIED // 4) - self._latency)
+            self._latency = self._tried(1)
+            self._rate = _TRIED / max(1e-9, self._tried(_TRIED // 4) - self._latency)
 
     def _tried(self, count: int) -> float:
         """Returns the seconds that an exchange of `count` gradients takes."""
@@ -173,10 +180,15 @@ class Group(Ranks):
         for weight in weights:
             alike.setdefault(weight.dtype, []).append(_in_a_row(weight) if _is_dense(weight) else weight)
         with self._others_heard(), torch.no_grad():
-            for pieces in (chunk for own in alike.values() for chunk in _chunks(own)):
-                flat = torch.cat([piece.reshape(-1) for piece in pieces])
+            for pieces in (chunk for own in alike.values() for chunk in _chunks(own, 1)):
+                flat = (
+                    pieces[0]
+                    if len(pieces) == 1 and pieces[0].ndim == 1
+                    else torch.cat([piece.reshape(-1) for piece in pieces])
+                )
                 dist.broadcast(flat, owner, group=self._sums)
-                _put_back(flat, pieces)
+                if flat is not pieces[0]:
+                    _put_back(flat, pieces)
         return sum(weight.nbytes for weight in weights) * (self.count - 1 if owner == self.number else 0)
 
     def add_up(self, parameters: Sequence[torch.nn.Parameter]) -> int:
@@ -190,23 +202,52 @@ class Group(Ranks):
                 flat = _in_a_row(parameter.grad) if kind.max() == _AS_THE_WEIGHT else parameter.grad
                 alike.setdefault((parameter.grad.dtype, ranks), []).append(flat)
         with self._others_heard(), torch.no_grad():
-            return sum(self._add_up(pieces, ranks) for (_, ranks), own in alike.items() for pieces in _chunks(own))
+            return sum(self._add_up(own, ranks) for (_, ranks), own in alike.items())
 
-    def _add_up(self, pieces: Sequence[torch.Tensor], ranks: Sequence[int]) -> int:
-        """Replaces a chunk of gradients by the sum of those of `ranks`: each rank adds up a part of it for all."""
+    def _add_up(self, gradients: Sequence[torch.Tensor], ranks: Sequence[int]) -> int:
+        """Replaces gradients by the sums of those of `ranks`; a chunk is on its way while the one before is added up."""
+        sent, finish = 0, _nothing
+        for number, pieces in enumerate(_chunks(gradients, self.count)):
+            begun = self._exchange(pieces, ranks, number % 2)
+            sent += finish()
+            finish = begun
+        return sent + finish()
+
+    def _exchange(self, pieces: Sequence[torch.Tensor], ranks: Sequence[int], place: int) -> Callable[[], int]:
+        """Begins to replace a chunk of gradients by the sum of those of `ranks`: each rank adds up a part of it for all.
+
+        Returns what ends it, and returns the bytes sent."""
         count = sum(piece.numel() for piece in pieces)
         each = -(-count // self.count)
-        whole = pieces[0].new_empty(self.count, each)
-        flat = whole.view(-1)[:count]
-        torch.cat([piece.reshape(-1) for piece in pieces], out=flat)
-        parts = torch.empty_like(whole)
-        dist.all_to_all_single(parts, whole, group=self._sums)
-        mine = parts[ranks[0]]
-        for rank in ranks[1:]:
-            mine += parts[rank]
-        dist.all_gather([*whole], mine, group=self._sums)
-        _put_back(flat, pieces)
-        return 2 * (self.count - 1) * each * whole.element_size()
+        in_place = len(pieces) == 1 and pieces[0].ndim == 1 and each * self.count == count
+        flat, received = (self._memory(each * self.count, pieces[0].dtype, place, use) for use in range(2))
+        if in_place:
+            flat = pieces[0]
+        else:
+            torch.cat([piece.reshape(-1) for piece in pieces], out=flat[:count])
+        begun = cast(Any, dist).all_to_all_single(received, flat, group=self._sums, async_op=True)
+
+        def finish() -> int:
+            begun.wait()
+            parts = received.view(self.count, each)
+            mine = parts[ranks[0]]
+            for rank in ranks[1:]:
+                mine += parts[rank]
+            for part in parts:  # gathering them would take memory of gloo's own, which leaves holes in a kept heap
+                part.copy_(mine)
+            dist.all_to_all_single(flat, received, group=self._sums)
+            if not in_place:
+                _put_back(flat[:count], pieces)
+            return 2 * (self.count - 1) * each * flat.element_size()
+
+        return finish
+
+    def _memory(self, count: int, dtype: torch.dtype, place: int = 0, use: int = 0) -> torch.Tensor:
+        """Memory for a chunk on its way, the same each time."""
+        nbytes = count * dtype.itemsize
+        if nbytes > CHUNK:  # a gradient in another order than its weight, which is not cut
+            return torch.empty(count, dtype=dtype, device=self._device.torch)
+        return self._buffers[place, use, :nbytes].view(dtype)
 
     @contextmanager
     def _others_heard(self) -> Iterator[None]:
@@ -221,6 +262,22 @@ class Group(Ranks):
                 f"rank {self.number} cannot exchange with the others any more. One has most likely ended, and its own message "
                 f"says why. torch.distributed says: {said}."
             ) from None
+
+
+def _nothing() -> int:
+    return 0
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """A context in which a variable of the environment has this value, if it has none."""
+    absent = name not in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if absent:
+            del os.environ[name]
 
 
 _AS_THE_WEIGHT, _OTHERWISE = 1, 2
@@ -250,16 +307,20 @@ def _put_back(flat: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         piece.copy_(found.view(piece.shape))
 
 
-def _chunks(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yields pieces of the gradients, of CHUNK bytes together. A piece is a view, in which a sum is written back."""
-    pieces, left = list[torch.Tensor](), CHUNK
+def _chunks(gradients: Sequence[torch.Tensor], ranks: int) -> Iterator[list[torch.Tensor]]:
+    """Yields pieces of the gradients, of CHUNK bytes together at most, and of one size for each rank. A piece is a view."""
+    most = CHUNK // gradients[0].element_size() // ranks * ranks
+    pieces, left = list[torch.Tensor](), most
     for gradient in gradients:
-        for piece in torch.split(gradient, CHUNK // gradient.element_size()) if gradient.ndim == 1 else [gradient]:
-            if pieces and piece.nbytes > left:
+        for piece in torch.split(gradient, most) if gradient.ndim == 1 else [gradient]:
+            if piece.numel() == most:
+                yield [piece]
+                continue
+            if pieces and piece.numel() > left:
                 yield pieces
-                pieces, left = [], CHUNK
+                pieces, left = [], most
             pieces.append(piece)
-            left -= piece.nbytes
+            left -= piece.numel()
     if pieces:
         yield pieces
 

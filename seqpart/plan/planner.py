@@ -133,8 +133,7 @@ class Planner(Inputs):
             live_bytes=self.live_bytes, export_bytes=exports, heap_below=device.heap_below, speeds=self.speeds,
             contention=device.contention,
             # A kept heap is touched as a whole: what an LSTM reserves and does not touch made it larger than planned.
-            # Exchanges of ranks leave small pieces between large ones: the heap grew by the gradients at each update.
-            may_keep_heap=device.keeps_heap and request.may_keep_heap and self.ranks.count == 1
+            may_keep_heap=device.keeps_heap and request.may_keep_heap and self.ranks.keeps_heap
             and not any(cost.untouched for cost in costs),
             boundary_tiers=("device", "host" if not shares or self.settings.ram_limit else "disk"),
             graph_tiers=self._graph_tiers() if self.settings.method == "auto" and not self.settings.compile else (),

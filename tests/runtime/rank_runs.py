@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.device import ranks
+from seqpart.device.opening import open_device
 from seqpart.errors import SeqpartError
 
 ROWS = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
@@ -134,10 +136,37 @@ def uninterrupted(folder, callbacks=(), **resume):
     return model.state_dict()
 
 
+def gradients(rank):
+    """Weights, and gradients of a rank: in pieces of a chunk and less, in another order, and none at all."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(shape)) for shape in [(70, 100), (7,), (), (50, 60), (3, 5), (0, 4), (2, 31)]]
+    torch.manual_seed(1 + rank)
+    for n, weight in enumerate(weights):
+        weight.grad = torch.randn(weight.shape) if n != 1 + rank else None
+    weights[3].grad = torch.randn(60, 50).t() if rank == 1 else weights[3].grad
+    return weights
+
+
+def sums(rank):
+    """Gradients are added up in the order of the ranks, in chunks that are smaller than most, and given weights arrive."""
+    ranks.CHUNK = 4096
+    group, weights = ranks.ranks_of(open_device("cpu")), gradients(rank)
+    sent = group.add_up(weights)
+    for n, weight in enumerate(weights):
+        found = [one for one in (gradients(r)[n].grad for r in range(group.count)) if one is not None]
+        assert torch.equal(weight.grad, sum(found[1:], start=found[0])), n
+    counted = sum(weight.grad.nbytes for weight in weights)
+    assert 1 <= sent / (2 * (group.count - 1) / group.count * counted) < 1.01, sent
+    group.give([weight.detach().mul_(rank) for weight in weights], owner=1)
+    assert all(map(torch.equal, weights, gradients(1)))
+
+
 if __name__ == "__main__":
     at, number = Path(sys.argv[1]), int(os.environ["RANK"])
     if sys.argv[2] == "runs":
         runs(at, number)
+    elif sys.argv[2] == "sums":
+        sums(number)
     else:
         found = uninterrupted(at / "run", [Signal(int(sys.argv[3]), 3, getattr(signal, sys.argv[2]))])
         torch.save(found, at / f"{number}.pt")

@@ -107,6 +107,11 @@ def test_an_error_in_one_rank_ends_the_run_of_the_other_and_a_script_may_go_on_w
 
 
 @pytest.mark.slow
+def test_gradients_of_any_size_and_order_are_added_up_in_the_order_of_three_ranks(tmp_path):
+    torchrun(SCRIPT, tmp_path, "sums", ranks=3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_is_killed_starts_again_with_the_others_from_the_newest_checkpoint(killed, tmp_path, one_thread):
     done = torchrun(SCRIPT, tmp_path, "SIGKILL", killed, restarts=1)
