@@ -6,7 +6,8 @@
     python -m benchmarks.census page --quick                       of a model of torchvision, to see that it runs; not kept
 
 Every outcome is a line of benchmarks/results/census-models.jsonl; the last of a name counts. Each model has a process of its
-own with a limit of time and memory: two updates of SGD in a loop that anyone would write, then the same in three partitions.
+own with a limit of time and memory: two updates of SGD in a loop that anyone would write, then the same in three partitions,
+and the same once more in a process that is killed after the first update and in another that goes on.
 What is tried of each library says the page. All is made small by rule, and dropout is off. benchmarks.models tries fewer
 models, and more of each.
 """
@@ -22,7 +23,9 @@ import multiprocessing
 import os
 import re
 import resource
+import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -38,7 +41,7 @@ import torch
 from torch import nn
 
 from benchmarks import children, quick, record
-from benchmarks.models import CENSUS, PAGE, Rows, made, output_of, plain, returned, streamed, the_one
+from benchmarks.models import CENSUS, PAGE, Rows, made, output_of, plain, returned, streamed, the_one, trained
 from benchmarks.record import origin
 from benchmarks.whole_models import CLASSES, LENGTH, WORDS, Example, everything, judged
 from seqpart.errors import SeqpartError
@@ -434,9 +437,9 @@ def _segmentation_names() -> list[str]:
     return [f"{first} {name}" for name in encoders] + [f"{kind} {name}" for kind in others for name in encoders[:5]]
 
 
-def tried(library: str, name: str, stage: Callable[[str], None]) -> dict[str, Any]:
-    """What came of it. Of each stage the name is told as it begins."""
-    stage("skipped")
+def tried(library: str, name: str, tell: Callable[[str | dict[str, Any]], None]) -> dict[str, Any]:
+    """What came of it, or what is new since it was told. Of each stage the name is told as it begins."""
+    tell("skipped")
     torch.manual_seed(0)
     choices, named = MADE_BY[library](name)
     make, x, given, size = _fitting(choices)
@@ -445,7 +448,7 @@ def tried(library: str, name: str, stage: Callable[[str], None]) -> dict[str, An
     output = everything(given) if (one := the_one(given)) is None else one
     example, y = _labelled(make, output, "all" if one is None else "")
     found: dict[str, Any] = {"model": named, "input": _shape(x), "output": list(output.shape)[1:]}
-    stage("no plain")
+    tell("no plain")
     before, drawn = plain(example, x, y, BATCH, 1), torch.get_rng_state()
     model = made(example)
     if not torch.equal(drawn, torch.get_rng_state()):
@@ -454,13 +457,14 @@ def tried(library: str, name: str, stage: Callable[[str], None]) -> dict[str, An
     with torch.no_grad():
         if not judged(example.labels)(output_of(model.eval(), x), y).isfinite():
             return found | {"outcome": "no plain", "why": "its loss on the test rows is not finite after two updates"}
-    stage("error")
+    tell("error")
     model = made(example)
     try:
         result = streamed(example, model, x, y, BATCH, 1)
-        found |= {"blocks": result["blocks"], "partitions": result["partitions"]}
+        found |= {key: result[key] for key in ("blocks", "partitions", "peak", "predicted", "violations")}
         if not (off := _different(model.state_dict(), before)):
-            return found | {"outcome": "equal"}
+            tell(found | {"outcome": "equal"})
+            return {"killed": _killed(example, x, y, result["partitions"], before)}
         torch.use_deterministic_algorithms(True, warn_only=True)  # kernels add up in another order each time otherwise
         model, found["asked"] = made(example), off
         streamed(example, model, x, y, BATCH, 1)
@@ -512,6 +516,34 @@ def _shape(x: Rows) -> dict[str, list[int]] | list[int]:
     return {name: list(one.shape[1:]) for name, one in x.items()} if isinstance(x, dict) else list(x.shape[1:])
 
 
+class _Kills:
+    """A callback that kills its process after the first update."""
+
+    def on_step(self, event: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed(example: Example, x: Rows, y: torch.Tensor, partitions: int, expected: dict[str, torch.Tensor]) -> str:
+    """What a run that was killed after its first update is like once it has gone on in another process."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "run"
+
+        def go(model: nn.Module, *callbacks: object) -> None:
+            trained(example, model, x, y, BATCH, 1, partitions, folder, save_every=1, callbacks=callbacks)
+
+        process = multiprocessing.get_context("fork").Process(target=go, args=(made(example), _Kills()))
+        process.start()
+        process.join()
+        if process.exitcode != -signal.SIGKILL:
+            return f"it ended with {process.exitcode} before it was killed"
+        model = made(example)
+        try:
+            go(model)
+        except SeqpartError as error:
+            return f"refused: {error}"
+        return _different(model.state_dict(), expected) or "equal"
+
+
 def _different(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str:
     """How many tensors differ and the first of them; empty: none does."""
     off = [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)]
@@ -523,13 +555,13 @@ def child(to: Connection, library: str, name: str) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     reached = "skipped"
 
-    def stage(name: str) -> None:
+    def tell(what: str | dict[str, Any]) -> None:
         nonlocal reached
-        reached = name
-        to.send(name)
+        reached = what if isinstance(what, str) else reached
+        to.send(what)
 
     try:
-        found = tried(library, name, stage)
+        found = tried(library, name, tell)
     except BaseException as error:
         frames = [f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in traceback.extract_tb(error.__traceback__)]
         found = {"outcome": reached, "why": f"{type(error).__name__}: {error}"[:400], "at": frames[-4:]}
@@ -545,15 +577,14 @@ def in_process(library: str, name: str, seconds: float) -> dict[str, Any]:
     theirs.close()
     found: dict[str, Any] = {}
     try:
-        while not found:
-            if not ours.poll(max(0.0, began + seconds - time.monotonic())):
-                found = {"outcome": "skipped", "why": f"longer than {seconds:.0f} s, at: {reached}"}
-            elif isinstance(told := ours.recv(), str):
+        while ours.poll(max(0.0, began + seconds - time.monotonic())):
+            if isinstance(told := ours.recv(), str):
                 reached = told
             else:
-                found = told
+                found |= told
+        found = found or {"outcome": "skipped", "why": f"longer than {seconds:.0f} s, at: {reached}"}
     except EOFError:
-        found = {"outcome": reached, "why": "the process ended"}
+        found = found or {"outcome": reached, "why": "the process ended"}
     process.kill()
     process.join()
     return {"library": library, "name": name, **found, "seconds": round(time.monotonic() - began, 1)}
@@ -576,11 +607,18 @@ def run(asked: argparse.Namespace) -> None:
     number, of = map(int, asked.shard.split("/"))
     until = time.monotonic() + 60 * asked.minutes
     before = known()
-    wanted = asked.only or [name for name in names(asked.library) if (asked.library, name) not in before][number::of]
+    of_library = {name: before.get((asked.library, name)) for name in names(asked.library)}
+    if asked.again:
+        of_library = {
+            name: None for name, one in of_library.items() if one and one["outcome"] == "equal" and "killed" not in one
+        }
+    wanted = asked.only or [name for name, one in of_library.items() if one is None][number::of]
     for name in wanted:
         if time.monotonic() > until:
             break
         found = in_process(asked.library, name, asked.seconds)
+        if asked.again and found.get("why", "").startswith("longer"):
+            continue
         with (record.FOLDER / KNOWN).open("a") as file:
             file.write(json.dumps(found) + "\n")
         print(found["outcome"], found.get("model", name), found.get("blocks", ""), found.get("why", ""), flush=True)
@@ -662,6 +700,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shard", default="0/1", metavar="I/N")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each model")
+    parser.add_argument("--again", action="store_true", help="those that were equal, and were not killed yet")
     parser.add_argument("--only", nargs="*", metavar="NAME")
     quick.add_to(parser)
     asked = parser.parse_args(argv)

@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from seqpart.data.splits import as_split
 from seqpart.errors import SeqpartError
 from seqpart.profile.blocks import measure_chain
 from seqpart.profile.partition import passing
+from seqpart.runtime.result import Result
 
 BATCH, RATE, EPOCHS, PARTITIONS = 8, 1e-2, 2, (3, 2)
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -164,12 +166,7 @@ def streamed(
         refusal: SeqpartError | None = None
         for partitions in PARTITIONS:
             try:
-                trainer = Trainer(
-                    model, judged(example.labels), "sgd", mem_limit="3GB", method="streamed", partitions=partitions,
-                    batch_size=batch, micro_batch_size=batch, epochs=epochs, lr=RATE, shuffle=False, quiet=True,
-                    output_dir=Path(folder) / f"run-{partitions}", save_every="never",
-                )  # fmt: skip
-                result = trainer.fit((x, y), (some(x, slice(4)), y[:4]))
+                result = trained(example, model, x, y, batch, epochs, partitions, Path(folder) / f"run-{partitions}")
                 proof = result.proof
                 return {
                     "partitions": len(result.plan.partitions), "blocks": result.plan.partitions[-1].last,
@@ -180,6 +177,18 @@ def streamed(
                 refusal = refusal or error
         assert refusal is not None
         raise refusal
+
+
+def trained(
+    example: Example, model: nn.Module, x: Rows, y: torch.Tensor, batch: int, epochs: int, partitions: int, folder: Path,
+    save_every: int | str = "never", callbacks: Sequence[object] = (),
+) -> Result:  # fmt: skip
+    """Trains in a folder, or goes on with the run that is there."""
+    trainer = Trainer(
+        model, judged(example.labels), "sgd", mem_limit="3GB", method="streamed", partitions=partitions, batch_size=batch,
+        micro_batch_size=batch, epochs=epochs, lr=RATE, shuffle=False, quiet=True, output_dir=folder, save_every=save_every,
+    )  # fmt: skip
+    return trainer.fit((x, y), (some(x, slice(4)), y[:4]), callbacks=callbacks, resume=folder if folder.exists() else None)
 
 
 def _off(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
