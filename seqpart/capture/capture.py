@@ -127,6 +127,7 @@ def _traced(
     refuse_misfit(model, form, labels.name if labels is not None else "")
     whole: set[nn.Module] = {module for module in model.modules() if isinstance(module, Score)}  # each is a partition
     reasons: list[str] = []
+    first: Inside | None = None
     while True:
         try:
             blocks = blocks_of(model, whole)
@@ -138,16 +139,27 @@ def _traced(
         except OtherRows:
             continue
         except Inside as error:
-            # The module cannot be cut inside: it may work as one block.
-            if error.module is model or error.module in whole:
-                where = error.where or error.path or type(model).__name__
-                floats = any(one.dtype.is_floating_point for one in form)
-                types = cure_of_types(model.parameters(), torch.float32 if floats else dtype, autocast)
-                cure = types or ("" if form else cure_of_tokens(error.why, dtype)) or _without_draws(model)
-                cure = cure or "Move that into a module of its own, or give the model as a list of blocks."
-                raise ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}. {cure}") from error
+            # The module cannot be cut inside: it may work as one block, and so may the model, without labels.
+            first = first or (error if error.module is model else None)
+            never = labels is not None or model._backward_hooks or model._backward_pre_hooks or _without_draws(model)
+            if error.module in whole or (error.module is model and never):
+                raise _uncut(first or error, model, dtype, form, labels, autocast) from error
+            reasons = [] if error.module is model else reasons
             whole.add(error.module)
-            reasons.append(f"{error.why}, in {error.where}")
+            reasons.append(f"{error.why}, in {error.where or error.path or type(model).__name__}")
+
+
+def _uncut(
+    error: Inside, model: nn.Module, dtype: torch.dtype, form: Form, labels: Labels | None, autocast: torch.dtype | None
+) -> ModelError:
+    where = error.where or error.path or type(model).__name__
+    floats = any(one.dtype.is_floating_point for one in form)
+    types = cure_of_types(model.parameters(), torch.float32 if floats else dtype, autocast)
+    cure = types or ("" if form else cure_of_tokens(error.why, dtype)) or _without_draws(model)
+    cure = cure or "Move that into a module of its own" + (
+        "." if labels is None else ", or give a function (what the model returns, labels) -> loss."
+    )
+    return ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}. {cure}")
 
 
 def _in_mode(
@@ -161,11 +173,11 @@ def _in_mode(
         )
         return generalised(one, other, _ROWS, _OTHER_ROWS)
     except Differs as error:
-        raise ModelError(
-            f"the model does other things with {_OTHER_ROWS} rows than with {_ROWS}, in {error.op.where}: the calls between "
-            "its layers must not depend on the number of rows, nor on a random number that it draws. "
-            + (_without_draws(model) or "Move that into a layer, or give the model as a list of blocks.")
-        ) from None
+        why = (
+            f"it does other things with {_OTHER_ROWS} rows than with {_ROWS}: the calls between its layers must not depend on "
+            "the number of rows, nor on a random number that it draws"
+        )
+        raise Inside(model, "", error.op.where, why) from None
 
 
 def _without_draws(model: nn.Module) -> str:

@@ -277,6 +277,8 @@ def blocks_of(model: nn.Module, whole: Collection[nn.Module] = ()) -> dict[nn.Mo
 
     whole: modules that must not be opened.
     """
+    if model in whole:
+        return {model: ""}
     total = _size(model)
 
     def walk(module: nn.Module, path: str, *, adapted: bool) -> Iterator[tuple[nn.Module, str]]:

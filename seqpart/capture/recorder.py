@@ -259,7 +259,7 @@ class Recorder(TorchFunctionMode):
                     raise self.remembers(module, why)
 
     def failed(self, error: Exception, what: str = "", where: str = "") -> Inside:
-        module = self._stack[-1]
+        module = self._stack[-1] if self._stack else next(iter(self._blocks))  # the model is the one block
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         if "_local_scalar_dense" in why or "data-dependent" in type(error).__name__.lower() or "DataDependent" in repr(error):
             why = "it reads a number out of a tensor (item(), a tensor in an if)"

@@ -80,7 +80,7 @@ class Segment(nn.Module):
         top, _, rest = name.partition(".")
         for theirs, ours in (*self._paths.items(), *self._names.items()):
             if ours == top:
-                return f"{theirs}.{rest}" if rest else theirs
+                return f"{theirs}.{rest}" if theirs and rest else theirs or rest
         raise KeyError(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segment":

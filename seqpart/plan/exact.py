@@ -32,6 +32,7 @@ from seqpart.plan.problem import (
     starts_of,
     tiers_by_room,
     too_many,
+    whole_parts,
 )
 from seqpart.plan.search import fastest, smallest_of
 from seqpart.plan.simulator import Resources
@@ -217,7 +218,7 @@ def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
         f"  runtime {format_size(problem.machine.runtime)}; the largest partition is {where}: "
         f"weights {format_size(cost.weights)}, gradients {format_size(cost.gradients)}, "
         f"optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}"
-        f"\n  {_cure(problem, smallest, last - first, cost)}",
+        f"\n  {_cure(problem, smallest, last - first, cost)}{whole_parts(problem) if last - first == 1 else ''}",
         smallest.fits_in,
         smallest.candidate.micro_batch,
     )
@@ -254,6 +255,8 @@ def _reasons(
         if best.seconds > min(prediction.seconds for _, prediction in tried if prediction is not None):
             why = f"the simplest exact one that fits and is within {100 * _SPEEDS_ERR:.0f} % of the fastest"
         yield f"method {best.method.name}, {why}: " + "; ".join(parts)
+    if len(problem.chain) == 1:
+        yield from (f"the model is one block, which cannot be cut: {why}" for why in problem.chain.whole_parts)
     candidate = best.candidate
     count = len(candidate.parts)
     if best.method.in_pairs:

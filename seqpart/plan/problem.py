@@ -285,8 +285,12 @@ def buffers_of(
 
 def too_many(problem: Problem, count: int) -> OptionError:
     found = f"the model has {len(starts_of(problem))} blocks at which a partition can begin"
-    whole = "".join(f"\n  One block stays whole: {why}." for why in problem.chain.whole_parts)
-    return OptionError(f"--partitions {count}: {found}; it cannot be cut into {count}.{whole}")
+    return OptionError(f"--partitions {count}: {found}; it cannot be cut into {count}.{whole_parts(problem)}")
+
+
+def whole_parts(problem: Problem) -> str:
+    """Says why modules with layers of their own are one block each, in lines of their own."""
+    return "".join(f"\n  One block stays whole: {why}." for why in problem.chain.whole_parts)
 
 
 def refuse_given(problem: Problem, peak: int) -> None:

@@ -6,15 +6,17 @@ and belongs to the plan's margin.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from seqpart.device.device import Device
 from seqpart.device.pages import round_up
@@ -323,7 +325,7 @@ def _watch_training(
             live.ignore([*xs, *tensors.values()])
             before, others = live.live, set(live.sizes)
             versions = [x._version for x in xs]
-            with live.watch(), cast(autocast), _weights_stay(tensors):
+            with live.watch(), cast(autocast), _weights_stay(block, tensors):
                 ys = run_fake(module, tensors, *xs)
             written = frozenset(v.number for v, x, old in zip(taken, xs, versions, strict=True) if x._version > old)
             _refuse_bad_boundary(block, ys, rows)
@@ -369,17 +371,43 @@ def _rows_of(value: Value) -> torch.Tensor:
     return torch.randn(value.shape, dtype=torch.float32).to(value.dtype).requires_grad_(value.learns)
 
 
+_GET_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 @contextmanager
-def _weights_stay(tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+def _weights_stay(block: Block, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
     """A context that raises ModelError if a parameter is changed in it: such a change is lost when the partition leaves."""
-    before = {name: tensor._version for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
-    yield
-    for name, version in before.items():
-        if tensors[name]._version > version:
+    parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    watched = [(name, tensor, tensor._version) for name, tensor in parameters.items()]
+    with _Data({id(tensor): name for name, tensor in parameters.items()}) as data:
+        yield
+    for name, tensor, version in watched + data.aliases:
+        if tensor._version > version or name in data.replaced:
             raise ModelError(
-                f"its forward pass changes parameter {name} (as Embedding(max_norm=...) and peft's target_parameters do), "
-                "which only an optimizer may: recomputing the pass would change it twice. Make it a buffer, or leave that out."
+                f"its forward pass changes parameter {block.exported(name)} (as Embedding(max_norm=...) does, peft's "
+                "target_parameters, and MoCo's key encoder by its .data), which only an optimizer may: recomputing the pass "
+                "would change it twice. Make it a buffer, or leave that out."
             )
+
+
+class _Data(TorchFunctionMode):
+    """A context that notes what is done to the `.data` of parameters, {id: name}: such changes count no version of theirs."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self.aliases: list[tuple[str, torch.Tensor, int]] = []
+        self.replaced: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in (_GET_DATA, _SET_DATA) and (name := self._names.get(id(args[0]))) is not None:
+            if func == _GET_DATA:
+                self.aliases.append((name, found, found._version))
+            elif args[1].dtype == args[0].dtype:  # a cast, as bitsandbytes makes of a bias, changes no number
+                self.replaced.add(name)
+        return found
 
 
 def _refuse_bad_boundary(block: Block, ys: Sequence[torch.Tensor], rows: int) -> None:

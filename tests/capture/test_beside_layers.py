@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from seqpart import Trainer
-from seqpart.errors import ModelError, OptionError
+from seqpart.errors import OptionError
 from tests.exactly import FULL, How, Trained, first_difference
 
 pytestmark = pytest.mark.usefixtures("known_machine")
@@ -340,17 +340,53 @@ def test_a_complex_value_may_wait_anywhere(options, tmp_path):
     same(plain(copy.deepcopy(model)), ours(model, tmp_path / "run", **options))
 
 
-def test_a_hook_on_a_tensor_between_layers_is_refused(tmp_path):
-    """It was left out: the gradients of all layers before it were others."""
+def test_a_model_that_puts_a_hook_on_a_tensor_between_layers_is_one_block(tmp_path):
+    """The hook was left out, and the gradients of all layers before it were others; then the model was refused."""
 
     class Halved(KeepsStatistics):
         def forward(self, x):
             y = self.first(x)
-            y.register_hook(lambda gradient: gradient / 2)
+            if y.requires_grad:
+                y.register_hook(lambda gradient: gradient / 2)
             return self.last(y)
 
-    with pytest.raises(ModelError, match="register_hook: a hook on a tensor between layers would be left out"):
-        ours(Halved(), tmp_path / "run")
+    model = Halved()
+    same(plain(copy.deepcopy(model)), ours(model, tmp_path / "run", method="full"))
+
+
+class Chooses(nn.Module):
+    """It takes and returns several tensors, and looks at them between its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x, other):
+        hidden = self.one(x) if x.sum() > 0 else self.one(x) + self.two(other)
+        picked = hidden[(hidden.sum(1) > 0).nonzero()[:, 0]]
+        return {"scores": self.last(hidden.relu()), "size": hidden.square().mean(1) + picked.numel()}
+
+
+@pytest.mark.parametrize("method", ["auto", "streamed", "checkpointed"])
+@pytest.mark.few(1)
+def test_a_model_of_one_block_trains_on_several_inputs_and_outputs(method):
+    torch.manual_seed(0)
+    x, other, y = torch.randn(32, 8), torch.randn(32, 8), torch.arange(32) % 3
+    model = Chooses()
+    expected, parts = copy.deepcopy(model), zip(x.split(8), other.split(8), y.split(8), strict=True)
+
+    def loss(found, labels):
+        return F.cross_entropy(found["scores"], labels) + 0.1 * found["size"].mean()
+
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, fused=True)
+    for rows, others, labels in parts:
+        loss(expected(rows, others), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    options = {"epochs": 1, "batch_size": 8, "micro_batch_size": 8, "lr": 0.1, "shuffle": False, "quiet": True}
+    result = Trainer(model, loss, "sgd", mem_limit="2GB", method=method, **options).fit(((x, other), y))
+    same(expected, model)
+    assert "the model is one block, which cannot be cut" in "".join(result.plan.reasons)
 
 
 class Skipping(nn.Module):

@@ -184,12 +184,13 @@ WORDS = {
     Counter: "changes its buffer steps and reads it as a number", Warmup: "changes its buffer steps and reads it as a number",
     Number: "keeps temperature from one step for the next", Carried: "keeps state from one step for the next",
     Penalty: "keeps penalty beside what it returns, which has gradients",
-    DrawsAndLooks: "nor on a random number|calls other modules when it trains", DrawsInPython: "nor on a random number",
-    DrawsInNumpy: "nor on a random number", DrawsWholeNumbers: "draws a random number and looks at it",
+    DrawsAndLooks: "nor on a random number|calls other modules when it trains",
+    DrawsInPython: "random numbers from Python's generator",
+    DrawsInNumpy: "random numbers from numpy's generator", DrawsWholeNumbers: "draws a random number and looks at it",
     DrawsInALayer: "draws random numbers from Python's generator", OtherMode: "changes training of this layer from outside",
     Masked: "changes mask of this layer from outside",
-    Functional: "changes weight of this layer from outside", Momentum: "changes a tensor by its .data",
-    MomentumInPlace: "changes a tensor by its .data", Differentiates: "asks for gradients in its forward pass",
+    Functional: "changes weight of this layer from outside", Momentum: "changes parameter",
+    MomentumInPlace: "changes parameter", Differentiates: "asks for gradients in its forward pass",
     Backward: "asks for gradients in its forward pass", Hooked: "its hooks on gradients would be left out",
     Freezes: "changes requires_grad of c.weight",
 }  # fmt: skip
@@ -337,3 +338,11 @@ def test_a_loss_whose_graph_reaches_a_layer_that_is_elsewhere_is_told_in_words(t
             model, lambda output, y: F.cross_entropy(output, y) + model[0].kept, mem_limit="2GB", method="streamed",
             partitions=(0, 2), batch_size=8, quiet=True, output_dir=tmp_path / "run",
         ).fit(data())  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Momentum, MomentumInPlace])
+def test_a_block_that_changes_a_parameter_by_its_data_is_refused(kind):
+    """Nothing counted the change, and the next visit loaded the parameter without it: MoCo's key encoder never moved."""
+    for model in kind(), [kind()]:
+        with pytest.raises(ModelError, match=r"changes parameter (0\.)?key\.weight"):
+            Trainer(model, mem_limit="2GB", method="full", quiet=True).fit((torch.randn(8, 8), torch.arange(8) % 3))
