@@ -174,9 +174,9 @@ class Trainer:
         """
         with translate_oom(self.device, "the model and the machine were measured"), self.device.own_random_state():
             refuse_untested(self.settings.between_tests, test.count)
-            if self._in_pairs or self.settings.methods[0].has_subnets or self.settings.unfreeze is not None:
+            if self._in_pairs or self.settings.unfreeze is not None:
                 option = f"--method {self.settings.method}" if self.settings.unfreeze is None else "--unfreeze"
-                refuse_ranks(option, "Take method auto, streamed, checkpointed, full or sil without --unfreeze, or start one.")
+                refuse_ranks(option, "Take another method than psl, without --unfreeze, or start one.")
             return preparation_of(self.settings)(
                 self.model if model is None else model, self.settings, train, test, self.device,
                 final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
@@ -359,7 +359,7 @@ class Trainer:
                 if resumed is not None and self.settings.output_dir is not None:
                     resumed = replace(resumed, root=self.settings.output_dir)
             elif resume is not None:
-                if not self.settings.methods[0].exact:
+                if self.settings.methods[0].alone:
                     refuse_ranks("resuming a run of sil, whose rows between partitions one process has,", "Start one.")
                 resumed = resume_point_of(Path(resume).absolute(), self.settings)
             kept = resumed.state.loop if resumed is not None and resumed.state is not None else None

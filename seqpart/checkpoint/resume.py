@@ -129,7 +129,7 @@ class ResumePoint:
         assert self.state is not None
         options, has_parts = self.state.settings, len(chain.whole) < len(chain)
         anew = has_parts and options.get("subnet_moments") == "zero"  # every round begins with no states
-        cut = now is not None and (now.is_turn or now.kind is PhaseKind.MERGE)
+        cut = now is not None and now.in_round
         layouts = {block.home: cost.layout for block, cost in zip(chain, prepared.costs, strict=True)}
         loop = self.state.loop
         never = {*loop.learns, *loop.frozen}  # possibly: they were unfrozen a moment ago, or were frozen from the beginning

@@ -86,14 +86,14 @@ class Ranks:
 class Group(Ranks):
     """The ranks of torchrun."""
 
-    room = 2 * CHUNK
+    room = 4 * CHUNK
 
     def __init__(self, device: Device, environment: Mapping[str, str]) -> None:
         self.number, self.count = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
         self._device, self._telling = device, False
         # Touched, so that it counts as there before the plan. Memory of an exchange's own would leave holes in a kept heap.
         self._buffers = torch.ones(2, 2, CHUNK, dtype=torch.uint8, device=device.torch)
-        self.said = f"{self.count} processes share each update's rows; the limit is that of each"
+        self.said = f"{self.count} processes train together; the limit is that of each"
         if torch.get_num_threads() == 1 and per_machine() > 1:
             self.said += ". Each computes on one thread (torchrun sets OMP_NUM_THREADS=1 unless you do), which gives other bits"
         self.keeps_heap = environment.get(_RECORDED, "" if dist.is_initialized() else "0") == "0"

@@ -211,6 +211,17 @@ class SubnetPreparation(Planner):
                     f"before it and {given[1:]} after it. Let residual_branch() return None where the shape changes."
                 )
 
+    def _refuse_ranks(self) -> None:
+        if self.count < (count := self.ranks.count):
+            raise OptionError(
+                f"--subnets {self.count} are trained by {count} processes, each of which takes at least one. Give at least "
+                f"{count}, or start fewer."
+            )
+
+    def shared(self, rows: int) -> int:
+        """Returns all rows: each process has its own subnets, and their whole batches."""
+        return rows
+
     @property
     def local_steps(self) -> int:
         return self.settings.local_steps or LOCAL_STEPS
@@ -268,7 +279,13 @@ class SubnetPreparation(Planner):
         if rest := 0 if self.all_rows else self.train.count % self.count:
             which = "other ones each time" if self.settings.shuffles else "always the last"
             yield f"{rest} row(s) are left out of every epoch, {which}, so that all subnets have the same number"
+        if self.ranks.count > 1:
+            yield f"{self.ranks.count} processes train them at the same time: subnet s is process s mod {self.ranks.count}'s"
         yield f"partitions 0..{whole - 1} are the whole network's, for tests; then each subnet's {each}"
+
+    def _exchanged(self, candidate: Candidate, costs: Sequence[PartitionCost]) -> tuple[int, str]:
+        parting = candidate.resources.parting
+        return sum(parts for _, parts, _ in parting.homes) if parting is not None else 0, "a round exchanges {} of subnets"
 
     def _parting(self, whole: Sequence[tuple[int, int, PartitionCost]]) -> Parting:
         """Sizes for splitting and merging homes one block at a time, weights and moments alike."""
@@ -280,8 +297,9 @@ class SubnetPreparation(Planner):
 
         homes = []
         for first, last, _ in whole:
-            own = [self.parts.block_of(part, block) for part in range(self.count) for block in range(first, last)]
-            homes.append((sum(map(size, range(first, last))), sum(map(size, own))))
+            parts = [sum(size(self.parts.block_of(part, block)) for block in range(first, last)) for part in range(self.count)]
+            own = parts[self.ranks.number :: self.ranks.count]
+            homes.append((sum(map(size, range(first, last))), sum(parts), sum(own)))
         layouts = [*(cost.layout for cost in costs), *(states if keeps else ())]
         return Parting(buffer_bytes(layouts, self.count), tuple(homes))
 
@@ -338,8 +356,15 @@ class SubnetPreparation(Planner):
         )  # fmt: skip
 
     def _plan(self, problem: Problem, method: Method, candidate: Candidate, *others: Any) -> Plan:
-        """Makes the plan; its totals for the network are those of the whole."""
+        """Makes the plan; its totals for the network are those of the whole. Partitions of subnets that other processes train
+        have the peaks of this one's first, which in the first process has the most neurons."""
         plan = super()._plan(problem, method, candidate, *others)
+        whole, ranks = self._whole(candidate), self.ranks
+        each = (len(candidate.parts) - whole) // self.count
+        peaks = [part.peak for part in plan.partitions]
+        for p in range(whole, len(peaks)):
+            if (p - whole) // each % ranks.count != ranks.number:
+                peaks[p] = peaks[whole + ranks.number * each + (p - whole) % each]
         costs, states = self.costs_at(candidate.micro_batch)[: self.parts.blocks], self._states()[: self.parts.blocks]
         state = sum(layout.nbytes for layout in states)
         weights, gradients = sum(cost.weights for cost in costs), sum(cost.gradients for cost in costs)
@@ -349,8 +374,9 @@ class SubnetPreparation(Planner):
         versions = 4 if self.settings.saves else 2
         moments = versions * state if self.settings.subnet_moments != "zero" else 0
         return replace(
-            plan, full_state=weights + gradients + state, parameters=parameters, frozen=sum(cost.frozen for cost in costs),
-            disk_bytes=plan.disk_bytes + moments,
+            plan, partitions=tuple(replace(part, peak=peak) for part, peak in zip(plan.partitions, peaks, strict=True)),
+            full_state=weights + gradients + state, parameters=parameters, frozen=sum(cost.frozen for cost in costs),
+            disk_bytes=plan.disk_bytes + moments, update_seconds=0.0,
         )  # fmt: skip
 
 

@@ -362,6 +362,11 @@ class Planner(Inputs):
             divides_state=self.ranks.count > 1 and self.exact and not self.settings.averages,
         )  # fmt: skip
 
+    def _exchanged(self, candidate: Candidate, costs: Sequence[PartitionCost]) -> tuple[int, str]:
+        """Returns the bytes that each exchange between processes is of, and when it is, in words."""
+        gradients = sum(cost.gradients for cost in costs if cost.trainable)
+        return gradients // (len(costs) if self.alone else 1), "an update exchanges {} of gradients"
+
     def _partition_costs(
         self, request: PlanRequest, candidate: Candidate, training: Sequence[PartitionTraining],
         optimizers: Sequence[Optimizer],
@@ -463,13 +468,11 @@ class Planner(Inputs):
             )  # fmt: skip
         if recovery is not None:
             seconds += recovery.seconds * self._updates(self.settings.recovery_epochs, self.recovery_batch)
-        exchanged, count = sum(cost.gradients for cost in costs if cost.trainable), self.ranks.count
-        exchanged = exchanged // len(costs) if self.alone else exchanged
+        (exchanged, said), others = self._exchanged(candidate, costs), self.ranks.count - 1
         waits = self.ranks.seconds_of(exchanged)
-        if count > 1:
+        if others:
             seconds += waits * sum(phase.updates * times for phase, times in counted(phases) if phase.ranks > 1)
-            said = f"exchanges {format_size(exchanged)} of gradients with {count - 1} other process(es): {waits:.3g} s"
-            reasons = (*reasons, f"an update {said}")
+            reasons = (*reasons, f"{said.format(format_size(exchanged))} with {others} other process(es): {waits:.3g} s")
         return Plan(
             method=method.name, device=self.device.name, limit=problem.limit, margin=margin_of(problem.limit),
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),

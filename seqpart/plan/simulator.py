@@ -376,10 +376,10 @@ class Simulator:
     def _part(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         """SPLIT reads the homes of the whole and writes those of its parts; MERGE reads both and writes those of the whole."""
         assert self._resources.parting is not None
-        whole, parts = self._resources.parting.homes[step.partition]
+        whole, parts, own = self._resources.parting.homes[step.partition]
         if self._resources.slots == 1:
             self._shared = 0  # its buffer is freed
-        read, written = (whole, parts) if step.verb is Verb.SPLIT else (whole + parts, whole)
+        read, written = (whole, own) if step.verb is Verb.SPLIT else (whole + parts, whole)
         seconds = read / self._speeds.read + written / self._speeds.write
         return self._now + self._resources.parting.buffers, read, written, seconds
 

@@ -105,10 +105,10 @@ class PartitionCost:
 @dataclass(frozen=True, slots=True)
 class Parting:
     """Costs of splitting homes into those of subnets and merging them: `buffers` bytes of memory, and for each partition of the
-    whole network (bytes of its homes, bytes of those of its parts)."""
+    whole network (bytes of its homes, of those of its parts, of those of this process's own parts)."""
 
     buffers: int
-    homes: tuple[tuple[int, int], ...]
+    homes: tuple[tuple[int, int, int], ...]
 
 
 # [Note: the heap] A large tensor is a mapping of its own and leaves the process when it dies. A small one (`heap_below`

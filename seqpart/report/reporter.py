@@ -293,7 +293,8 @@ class _Bar:
             # No refresh thread: its stack would be reserved under the limit.
             line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
             self._progress = Progress(line, console=console, auto_refresh=False, transient=True)
-            total = sum(times * phase.rows * _passes(phase) for phase, times in counted(phases[start.phase :]))
+            ahead = [(phase, times) for phase, times in counted(phases[start.phase :]) if not phase.elsewhere]
+            total = sum(times * phase.rows * _passes(phase) for phase, times in ahead)
             if start.updates:
                 total -= phases[start.phase].rows_before(start.updates) * _passes(phases[start.phase])
             self._task = self._progress.add_task(self._what[0], total=total)

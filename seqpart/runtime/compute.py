@@ -30,7 +30,7 @@ from seqpart.runtime.boundary_io import BoundaryExchange, BoundaryIO, falsified
 from seqpart.runtime.elements import Elements
 from seqpart.runtime.graph_offload import Arrival, Graph, GraphOffload, apart_from, entering
 from seqpart.runtime.partition import Partition
-from seqpart.schedule.phase import PhaseKind, Span
+from seqpart.schedule.phase import Phase, PhaseKind, Span
 from seqpart.schedule.steps import Event, PhaseBegun, Position, Step
 
 
@@ -413,9 +413,9 @@ class Compute:
         assert self._reader is not None
         self._reader.done(batch)
 
-    def rest(self) -> None:
-        """An update is finished: the metric sums so far are those that a resumed run goes on with."""
-        self._counted, self._own = None, Metrics() if self._ranks.count > 1 else None
+    def rest(self, phase: Phase) -> None:
+        """An update of `phase` is finished: the metric sums so far are those that a resumed run goes on with."""
+        self._counted, self._own = None, Metrics() if phase.ranks > 1 else None
         self._elements.rest()
         self.committed = replace(self.metrics)
 

@@ -52,7 +52,7 @@ class Executor:
         self, compute: Compute, slots: Slots, store: Store, *, clip_grad_norm: float | None,
         rate: Callable[[Phase, int], float | Groups], ranks: Ranks, parting: Parting | None = None,
     ) -> None:  # fmt: skip
-        """rate: of (phase, its finished updates). parting: does SPLIT and MERGE; needed only where the schedule has them."""
+        """rate: of (phase, its finished updates). parting: rewrites homes; needed only where the schedule has them."""
         self.step, self.compute = Step(Verb.LOAD, 0), compute
         self.progress = Progress(compute.phases, compute.start)
         self._phases, self._partitions, self._boundaries = compute.phases, compute.partitions, compute.boundaries
@@ -76,8 +76,7 @@ class Executor:
             Verb.REDUCE: self._reduce,
             Verb.UPDATE: self._update,
             Verb.DROP: self._drop,
-            Verb.SPLIT: self._split,
-            Verb.MERGE: self._merge,
+            **dict.fromkeys(REWRITES_HOMES, self._rewrite_homes),
         }
 
     @property
@@ -143,7 +142,7 @@ class Executor:
         """Ends an update, and its pass if that is over too."""
         if step.verb is Verb.UPDATE:
             self._norms.clear()
-            self.compute.rest()
+            self.compute.rest(self._phases[step.phase])
         if self.position.phase != step.phase and step.verb not in REWRITES_HOMES:
             self.compute.end_phase(step.phase)
 
@@ -236,20 +235,16 @@ class Executor:
                 self._boundaries.discard(split, p)
         return 0, written
 
-    def _split(self, step: Step) -> tuple[int, int]:
-        assert self._parting is not None
-        return self._moved(step, self._parting.split)
-
-    def _merge(self, step: Step) -> tuple[int, int]:
-        assert self._parting is not None
-        return self._moved(step, self._parting.merge)
-
-    def _moved(self, step: Step, move: Callable[[int, int], None]) -> tuple[int, int]:
-        """Rewrites homes by `move`, once every home is saved. Returns (bytes read, bytes written)."""
+    def _rewrite_homes(self, step: Step) -> tuple[int, int]:
+        """Does SPLIT, GATHER or MERGE with every home saved. Returns (bytes read, bytes written); of GATHER (0, bytes sent)."""
+        parting, round_ = self._parting, self._phases[step.phase].epoch
+        assert parting is not None
         self._wait_for_homes()
         self._slots.close()  # the next partitions may need slots of other sizes
+        if step.verb is Verb.GATHER:
+            return 0, parting.gather(step.partition, round_)
         before = replace(self._store.traffic)
-        move(step.partition, self._phases[step.phase].epoch)
+        (parting.split if step.verb is Verb.SPLIT else parting.merge)(step.partition, round_)
         now = self._store.traffic
         return now.bytes_read - before.bytes_read, now.bytes_written - before.bytes_written
 

@@ -42,7 +42,7 @@ from seqpart.schedule.best import LoopState
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Phases, counted
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import Event, PhaseDone, Position, Verb, steps_of
+from seqpart.schedule.steps import Event, PhaseDone, Position, StepDone, Verb, steps_of
 from seqpart.settings import Settings
 from seqpart.units import format_size
 
@@ -77,6 +77,8 @@ class Run:
         """Position at which an error ended the steps; every home is as it should be there."""
         self._stopped, self._granted_at = False, 0.0
         self._grant: Grant = lambda *, at_rest=False: False
+        self._turns: list[PhaseDone] = []
+        """This rank's turns of the unfinished round, which are reported with those of the others."""
         self._state, self._finished, self.interrupts = UNBEGUN, "", Interrupts(agreed=planner.ranks.count > 1)
         reporter.plan(prepared.plan)
         stack.push(lambda kind, *_: self.interrupts.end(self._finished, failed=kind is not None))
@@ -214,7 +216,10 @@ class Run:
         resumed = self._resumed
         if resumed is None or resumed.state is None:
             return Position(), None
-        return resumed.position, Metrics.of(resumed.state.tally, self._device.torch)
+        at, phases = resumed.position, self.prepared.phases
+        if at.phase < len(phases) and phases[at.phase].elsewhere:  # another rank goes on with that turn
+            return Position(at.phase + 1), None
+        return at, Metrics.of(resumed.state.tally, self._device.torch)
 
     def _run_stage(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
         """Runs `stage` to its end, to a stop, or to a failed allocation. Returns (what failed, position, metric sums)."""
@@ -351,7 +356,7 @@ class Run:
             prepared.chain, [cost.layout for cost in prepared.costs],
             state_layouts(prepared.chain, prepared.costs, stage.optimizers[-1]),
             [(part.first, part.last) for part in prepared.plan.partitions], self.homes.store,
-            keeps_moments=self._settings.subnet_moments != "zero",
+            keeps_moments=self._settings.subnet_moments != "zero", ranks=self.ranks, give=self.homes.give,
         )  # fmt: skip
 
     def _go_on_behind(self, failure: Failure, metrics: Metrics) -> None:
@@ -403,6 +408,16 @@ class Run:
         )
 
     def _listen(self, event: Event) -> None:
+        if self.ranks.count > 1 and isinstance(event, PhaseDone) and event.phase.is_turn:
+            self._turns.append(event)
+            return
+        if isinstance(event, StepDone) and event.step.verb is Verb.GATHER and not event.step.partition:
+            told, self._turns = self.ranks.gather(self._turns), []
+            for done in sorted((done for own in told for done in own), key=lambda done: done.phase.partition):
+                self._hear(done)
+        self._hear(event)
+
+    def _hear(self, event: Event) -> None:
         if isinstance(event, PhaseDone) and event.loss is not None:
             if event.phase.kind is PhaseKind.TEST:
                 self.test = event.loss, event.accuracy
@@ -435,7 +450,8 @@ class Run:
             self.pauses.unfreeze(updates_before(phases, executor.position)[0])
         try:
             self.watch.at_rest(executor, phases, self.heard)
-            due = self._agree(self.saving.is_due(executor.position, phases))
+            due = self.saving.is_due(executor.position, phases)
+            due = not self._is_apart(executor.position) and self._agree(due)
         except Exception as error:
             self._remember_best(executor)  # the checkpoint's evaluations name it
             if self.ranks.leads and not self._divides_state:
@@ -465,10 +481,15 @@ class Run:
                 self.watch.ending.ask(why)
         return due
 
+    def _is_apart(self, at: Position) -> bool:
+        """True if each rank trains subnets of its own there: they agree, and save, when the round is over."""
+        phases = self.prepared.phases
+        return self.ranks.count > 1 and at.phase < len(phases) and phases[at.phase].in_round
+
     @cached_property
     def _divides_state(self) -> bool:
-        """True if other ranks have optimizer state that the first must be given before it saves."""
-        return any(phase.divides_state for phase, _ in counted(self.prepared.phases))
+        """True if other ranks have optimizer state, or subnets, that the first must be given before it saves."""
+        return any(phase.divides_state or phase.elsewhere for phase, _ in counted(self.prepared.phases))
 
     @contextmanager
     def _saved_first(self) -> Iterator[None]:

@@ -178,7 +178,7 @@ class Watch:
         if which != self._ends_in or (behind is not None and epochs == stretch.epochs):  # it is over anyway
             self._forget_end()
             return None
-        if isinstance(stretch, Rounds) and (phase.is_turn or phase.kind is PhaseKind.MERGE):
+        if isinstance(stretch, Rounds) and phase.in_round:
             return None
         tested = (
             not at.updates and phase.kind is not PhaseKind.TEST and at.phase and phases[at.phase - 1].kind is PhaseKind.TEST

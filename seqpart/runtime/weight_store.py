@@ -18,6 +18,7 @@ from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.splits import write_rows
 from seqpart.device.device import describe_versions
 from seqpart.device.pages import aligned, bytes_of
+from seqpart.device.ranks import CHUNK
 from seqpart.device.sampler import MEMORY
 from seqpart.errors import BadInput, CorruptFile, DiskFull, Interrupted, ModelError, shown
 from seqpart.model.blocks import Block
@@ -142,23 +143,29 @@ class WeightStore:
         """Returns the rank that has p's optimizer state alone; None if all have it."""
         return next((phase.owner_of(p) for phase, _ in counted(self._prepared.phases) if phase.divides_state), None)
 
-    def _pass(self, names: Iterable[str], source: int, takes: Callable[[str], bool]) -> None:
-        """Gives homes of rank `source`, as far as it has them, to the others that take them."""
-        ranks = self._planner.ranks
+    def give(self, names: Iterable[str], source: int) -> int:
+        """Gives homes of rank `source`, as far as it has them, to all others. Returns the bytes sent."""
+        return self._pass(names, source, lambda _: True)
+
+    def _pass(self, names: Iterable[str], source: int, takes: Callable[[str], bool]) -> int:
+        """Gives homes of rank `source`, as far as it has them, to the others that take them. Returns the bytes sent."""
+        ranks, sent = self._planner.ranks, 0
         gives = ranks.number == source
         for name, layout in ranks.gather([(name, self.store.layout(name)) for name in names if name in self.store])[source]:
             with ExitStack() as stack:
-                given = stack.enter_context(closing(self.store.source(name, REQUEST))) if gives else None
-                sink = stack.enter_context(self.store.sink(name, layout, REQUEST)) if takes(name) and not gives else None
+                given = stack.enter_context(closing(self.store.source(name, CHUNK))) if gives else None
+                sink = stack.enter_context(self.store.sink(name, layout, CHUNK)) if takes(name) and not gives else None
                 left = sum(spec.nbytes for spec in layout.specs)
+                sent += left * (ranks.count - 1) if gives else 0
                 while left:
-                    piece = torch.empty(min(left, REQUEST), dtype=torch.uint8)
+                    piece = torch.empty(min(left, CHUNK), dtype=torch.uint8)
                     if given is not None:
                         given.fill(bytes_of(piece))
                     ranks.send(piece, source)
                     if sink is not None:
                         sink.append(bytes_of(piece))
                     left -= len(piece)
+        return sent
 
     def recall(self) -> None:
         """Restores the weights of the last `remember`."""

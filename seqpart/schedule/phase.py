@@ -104,7 +104,9 @@ class Phase:
     """Number of views of the training rows, which the epochs use in turn."""
     rank: int = 0
     ranks: int = 1
-    """Number of this process, and of all that share the micro-batches of each update."""
+    """Number of this process, and of all that share the micro-batches of each update, or the parts in MERGE."""
+    elsewhere: bool = False
+    """True if another process makes the pass: the turn of a part that is not one of this process's own."""
     divides_state: bool = False
     """True if each partition's optimizer state is on one rank alone, which makes its step and gives the others the weights."""
 
@@ -169,6 +171,11 @@ class Phase:
     def is_turn(self) -> bool:
         """True if it is one part's training in a round."""
         return self.within.updates_of_epoch is not None and self.within.updates_of_stage is None
+
+    @property
+    def in_round(self) -> bool:
+        """True if the network is in parts, of which each process has its own."""
+        return self.is_turn or self.kind is PhaseKind.MERGE
 
     @property
     def epochs_done(self) -> float:

@@ -437,7 +437,8 @@ def shortened(phases: Phases) -> tuple[list[Phase], dict[int, tuple[int, int]], 
     short: list[Phase] = []
     more: dict[int, tuple[int, int]] = {}
     stands_for: dict[tuple[int, int | None], int] = {}
-    for phase, times in ((phase.own, times) for stretch in phases.stretches for phase, times in stretch.walked()):
+    walked = (one for stretch in phases.stretches for one in stretch.walked())
+    for phase, times in ((phase.own, times) for phase, times in walked if not phase.elsewhere):
         more[len(short)] = phase.updates, times - 1
         ragged = phase.rows % phase.batch or phase.batch
         rows = phase.rows if phase.updates <= _WALKED else (_WALKED - 1) * phase.batch + ragged

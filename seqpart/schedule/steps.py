@@ -35,6 +35,8 @@ class Verb(enum.Enum):
     """Save p to its homes and free its slot; `D0+`: with gradients that wait for the total norm."""
     SPLIT = "S"
     """Cut the homes of p into those of the network's parts, while nothing is on the device."""
+    GATHER = "G"
+    """With several processes, before MERGE: give p's parts to all of them, each from the one that has trained it."""
     MERGE = "M"
     """Put the parts' pieces of p back into its homes, while nothing is on the device."""
 
@@ -43,7 +45,7 @@ class Verb(enum.Enum):
 
 _HAS_MICRO_BATCH = {Verb.FORWARD, Verb.BACKWARD}
 _HAS_MORE = {Verb.LOAD, Verb.DROP}
-REWRITES_HOMES = {Verb.SPLIT, Verb.MERGE}
+REWRITES_HOMES = {Verb.SPLIT, Verb.GATHER, Verb.MERGE}
 """Verbs that rewrite homes while nothing is loaded."""
 
 
@@ -97,10 +99,11 @@ def steps_of(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]
     for index in range(start.phase, len(phases)):
         phase = phases[index]
         first_update = start.updates if index == start.phase else 0
-        if phase.kind in _AT_HOME:
+        if phase.kind in _AT_HOME or phase.elsewhere:
             for p in list(loaded):
                 yield from loaded.send(p, max(index - 1, 0))
-            yield from (Step(_AT_HOME[phase.kind], p, phase=index) for p in phase.partitions)
+            verbs = () if phase.elsewhere else (*[Verb.GATHER] * (phase.ranks > 1), _AT_HOME[phase.kind])
+            yield from (Step(verb, p, phase=index) for p in phase.partitions for verb in verbs)
         elif phase.breadth_first:
             one_update = _in_pairs if phase.in_pairs else _breadth_first
             for update in range(first_update, phase.updates):

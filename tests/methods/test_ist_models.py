@@ -8,12 +8,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.device.ranks import Ranks
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, OutOfMemory
 from seqpart.methods.ist.hidden import Hidden, Side
 from seqpart.methods.ist.moving import Parting
 from seqpart.methods.ist.parts import parted
 from seqpart.model.blocks import as_chain
 from seqpart.model.tensors import tensors_of
+from seqpart.plan.plan import Plan
 from seqpart.train import run_command
 from seqpart.zoo import models
 from tests import command
@@ -397,3 +399,26 @@ def test_a_layer_with_hooks_is_not_divided():
     model[3].register_forward_hook(lambda _, __, output: 0 * output)
     with pytest.raises(ModelError, match="layer Linear of block 3, which has hooks"):
         parted(as_chain(model), count=2, group=1, seed=0)
+
+
+class Rank(Ranks):
+    """One of several processes, while a plan is made."""
+
+    def __init__(self, number, count):
+        self.number, self.count = number, count
+
+
+@machine
+def test_the_first_process_s_plan_has_room_for_the_subnets_of_the_others(monkeypatch):
+    """Of four groups of neurons the first of three subnets has two, the others have one each."""
+    monkeypatch.setattr("seqpart.device.device.Device.keeps_heap", False)  # which several processes do not have
+    plans: list[Plan] = []
+    for place in ((0, 1), (0, 2), (1, 2)):
+        monkeypatch.setattr("seqpart.trainer.ranks_of", lambda _, place=place: Rank(*place))
+        options = {"method": "ist", "subnets": 3, "subnet_groups": 640, "partitions": 2, "optimizer": "adam"}
+        trainer = Trainer(models.mlp(6, 4, width=2560, depth=3), mem_limit="2GB", quiet=True, **options)
+        plans.append(trainer.plan(data(), reuse=plans[0] if plans else None))
+    alone, first, second = ([part.peak for part in plan.partitions] for plan in plans)
+    varies = 2 << 20  # of what kernels keep
+    assert first[:3] == pytest.approx(alone[:3], abs=varies) and max(second) < max(first) - 8 * varies
+    assert all(mine > peak - varies for other in (alone, second) for mine, peak in zip(first, other, strict=True))

@@ -1,4 +1,5 @@
-"""The runs that test_ranks.py makes under torchrun and by one process: `rank_runs.py FOLDER runs`, or `FOLDER SIGKILL RANK`."""
+"""The runs that test_ranks.py makes under torchrun and by one process: `rank_runs.py FOLDER runs`, `FOLDER resume`, or
+`FOLDER SIGKILL RANK METHOD`."""
 
 import json
 import os
@@ -13,6 +14,8 @@ from seqpart import Trainer
 from seqpart.device import ranks
 from seqpart.device.opening import open_device
 from seqpart.errors import SeqpartError
+from seqpart.report.reporter import Reporter
+from seqpart.schedule.steps import StepDone, Verb
 
 ROWS = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
 CLASSES = torch.arange(40) % 5
@@ -39,6 +42,16 @@ def tied():
     return model
 
 
+def normalised(*between, bias=True):
+    """Two hidden layers that `ist` divides; without biases all their tensors are matrices."""
+    torch.manual_seed(0)
+    first, second, third = (nn.Linear(*sizes, bias=bias) for sizes in SIZES)
+    norms = [nn.BatchNorm1d(layer.out_features, affine=bias, track_running_stats=bias) for layer in (first, second)]
+    return nn.Sequential(first, norms[0], nn.ReLU(), *between, second, norms[1], nn.ReLU(), third)
+
+
+SIZES = (16, 32), (32, 24), (24, 5)
+IST = {"method": "ist", "subnets": 2, "local_steps": 2}
 CASES = {
     "streamed": (
         chain,
@@ -59,10 +72,14 @@ CASES = {
     "channels last": (channels_last, CLASSES, {"method": "full"}),
     "steps on the host": (chain, CLASSES, {"method": "streamed", "partitions": 2, "optimizer_on": "host", "ram_limit": "1GB"}),
     "sil": (chain, CLASSES, {"method": "sil", "partitions": 2, "recovery_epochs": 1}),
+    "subnets": (lambda: normalised(nn.Dropout(0.3)), CLASSES, {**IST, "eval_every": "1epoch", "partitions": 2}),
+    "three subnets": (normalised, SOME, {**IST, "subnets": 3, "subnet_moments": "zero", "clip_grad_norm": 0.1}),
+    "subnets of matrices": (lambda: normalised(bias=False), CLASSES, {**IST, "optimizer": "sgd"}),
     "the best weights": (chain, CLASSES, {"method": "auto", "eval_every": "1epoch", "keep_best": True, "lr": 0.5}),
 }
 REFUSED = {
-    "ist": {"method": "ist", "subnets": 2},
+    "subnets": {"method": "ist", "subnets": 1},
+    "unfreeze": {"method": "full", "unfreeze": {"0.*": "epoch 1"}},
     "micro-batch": {"method": "full", "micro_batch_size": BATCH},
     "batch": {"method": "full", "batch_size": 1},
     "limit": {"method": "full", "mem_limit": "1MB"},
@@ -82,25 +99,39 @@ class Fails:
             raise ValueError
 
 
-def fitted(name, folder, callbacks=()):
+class Sent(Reporter):
+    """Counts the bytes that the ranks give one another before the subnets are merged."""
+
+    def __init__(self):
+        super().__init__(quiet=True)
+        self.nbytes = 0
+
+    def listen(self, event):
+        super().listen(event)
+        if isinstance(event, StepDone) and event.step.verb is Verb.GATHER:
+            self.nbytes += event.bytes_written
+
+
+def fitted(name, folder, callbacks=(), reporter=None):
     """The result and the trained model of a case."""
     make, labels, options = CASES[name]
     model = make()
     trainer = Trainer(model, output_dir=folder, micro_batch_size=BATCH // RANKS, **{**COMMON, **options})
-    return trainer.fit((ROWS, labels), (ROWS, labels), callbacks=callbacks), model
+    return trainer.fit((ROWS, labels), (ROWS, labels), callbacks=callbacks, reporter=reporter), model
 
 
 def runs(folder, rank):
     for name in CASES:
-        result, model = fitted(name, folder / name.replace(" ", "-"))
-        told = result.train_losses, result.test_loss, result.accuracy, str(result.weights), len(result.proofs)
+        sent = Sent()
+        result, model = fitted(name, folder / name.replace(" ", "-"), reporter=sent)
+        told = result.train_losses, result.test_loss, result.accuracy, str(result.weights), len(result.proofs), sent.nbytes
         torch.save((model.state_dict(), told), folder / f"{name}-{rank}.pt")
     said = {}
     for name, options in REFUSED.items():
         try:
             rows = ROWS + (rank if name == "rows" else 0)
             options = {**COMMON, **options, "epochs": 2 + (rank if name == "settings" else 0)}
-            Trainer(chain(), output_dir=folder / f"refused-{name}", **options).fit((rows, CLASSES))
+            Trainer(normalised(), output_dir=folder / f"refused-{name}", **options).fit((rows, CLASSES))
         except SeqpartError as error:
             said[name] = type(error).__name__, str(error)
     try:
@@ -117,21 +148,24 @@ def runs(folder, rank):
 
 
 class Signal:
-    """A callback that sends its process a signal, once, after an update."""
+    """A callback that sends its process a signal, once, after an update; of one process, after an update of the last subnet."""
 
     def __init__(self, rank, update, number):
-        self.here = int(os.environ.get("RANK", "-1")) == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        self.update, self.number = update, number
+        self.here = int(os.environ.get("RANK", "-1")) == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        self.update, self.number, self.partition = update, number, 2 if rank < 0 else None
 
     def on_step(self, event):
-        if self.here and event.update == self.update:
+        if self.here and event.update == self.update and self.partition in (None, event.partition):
             os.kill(os.getpid(), self.number)
 
 
-def uninterrupted(folder, callbacks=(), **resume):
-    """The weights of a run that saves after each update."""
-    model, place = chain(), {} if resume else {"output_dir": folder}
-    options = {**COMMON, "method": "streamed", "partitions": 3, "micro_batch_size": BATCH // RANKS, "save_every": 1, **place}
+METHODS = {"streamed": (chain, {"method": "streamed", "partitions": 3}), "ist": (normalised, IST)}
+
+
+def uninterrupted(folder, callbacks=(), method="streamed", **resume):
+    """The weights of a run that saves after each update, or wherever it can."""
+    (make, own), place = METHODS[method], {} if resume else {"output_dir": folder}
+    model, options = make(), {**COMMON, **own, "micro_batch_size": BATCH // RANKS, "save_every": 1, **place}
     Trainer(model, **options).fit((ROWS, CLASSES), callbacks=callbacks, **resume)
     return model.state_dict()
 
@@ -167,6 +201,8 @@ if __name__ == "__main__":
         runs(at, number)
     elif sys.argv[2] == "sums":
         sums(number)
+    elif sys.argv[2] == "resume":
+        torch.save(uninterrupted(at, method="ist", resume=at / "run"), at / f"{number}.pt")
     else:
-        found = uninterrupted(at / "run", [Signal(int(sys.argv[3]), 3, getattr(signal, sys.argv[2]))])
+        found = uninterrupted(at / "run", [Signal(int(sys.argv[3]), 3, getattr(signal, sys.argv[2]))], method=sys.argv[4])
         torch.save(found, at / f"{number}.pt")

@@ -1,6 +1,7 @@
 """Several processes of torchrun train one model, with the bits of one process that accumulates their micro-batches."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from seqpart.errors import Interrupted
 from tests.runtime import rank_runs
 
 STATISTICS = [name for name in rank_runs.CASES if name.startswith("running statistics")]
@@ -63,7 +65,7 @@ def test_two_ranks_of_a_micro_batch_each_have_the_bits_of_one_process_that_accum
     result, model = rank_runs.fitted(name, tmp_path / "run")
     alone = model.state_dict()
     for rank in range(rank_runs.RANKS):
-        found, (losses, loss, accuracy, weights, proofs) = torch.load(together / f"{name}-{rank}.pt")
+        found, (losses, loss, accuracy, weights, proofs, _) = torch.load(together / f"{name}-{rank}.pt")
         parameters = dict(model.named_parameters())
         for key, tensor in found.items():
             assert torch.equal(tensor, alone[key]) or (key not in parameters and name in STATISTICS), key
@@ -90,13 +92,23 @@ def test_two_ranks_have_the_bits_of_a_plain_loop(together):
             assert torch.equal(tensor, plain[key]), key
 
 
+def test_subnets_are_sent_once_in_a_round_as_the_paper_s_formula_has_it(together):
+    """Section 2.3: of all matrices between two hidden layers an N-th, of the first and the last all; each to one other rank."""
+    (first, hidden), (_, last), (_, classes) = rank_runs.SIZES
+    formula = first * hidden + hidden * last // 2 + last * classes
+    sent = [torch.load(together / f"subnets of matrices-{rank}.pt")[1][-1] for rank in range(2)]
+    rounds = rank_runs.COMMON["epochs"]  # of two updates, which are an epoch of a subnet's 20 rows
+    assert sum(sent) == 4 * formula * rounds and sent[0] == sent[1]
+
+
 def test_what_several_processes_cannot_share_is_refused_by_all_of_them(together):
     first, second = (json.loads((together / f"said-{rank}.json").read_text()) for rank in range(2))
     assert first == second and {name: kind for name, (kind, _) in first.items()} == {
-        "ist": "OptionError", "micro-batch": "OptionError", "batch": "OptionError", "limit": "DoesNotFit", "rows": "DataError",
-        "settings": "OptionError", "session": "OptionError",
+        "subnets": "OptionError", "unfreeze": "OptionError", "micro-batch": "OptionError", "batch": "OptionError",
+        "limit": "DoesNotFit", "rows": "DataError", "settings": "OptionError", "session": "OptionError",
     }  # fmt: skip
-    assert "torchrun has started 2" in first["ist"][1] and "DistributedSampler" in first["rows"][1]
+    assert "trained by 2 processes, each of which takes at least one" in first["subnets"][1]
+    assert "torchrun has started 2" in first["unfreeze"][1] and "DistributedSampler" in first["rows"][1]
     assert "rank 1 was given other settings than rank 0: epochs is" in first["settings"][1]
 
 
@@ -112,22 +124,34 @@ def test_gradients_of_any_size_and_order_are_added_up_in_the_order_of_three_rank
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_is_killed_starts_again_with_the_others_from_the_newest_checkpoint(killed, tmp_path, one_thread):
-    done = torchrun(SCRIPT, tmp_path, "SIGKILL", killed, restarts=1)
+@pytest.mark.parametrize(("killed", "method"), [(0, "streamed"), (1, "ist")])
+def test_a_rank_that_is_killed_starts_again_with_the_others_from_the_newest_checkpoint(killed, method, tmp_path, one_thread):
+    done = torchrun(SCRIPT, tmp_path, "SIGKILL", killed, method, restarts=1)
     assert "cannot exchange with the others any more" in done.stderr
-    for key, tensor in rank_runs.uninterrupted(tmp_path / "alone").items():
+    for key, tensor in rank_runs.uninterrupted(tmp_path / "alone", method=method).items():
         for rank in range(2):
             assert torch.equal(torch.load(tmp_path / f"{rank}.pt")[key], tensor), key
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_saves_the_run_and_one_process_may_go_on_with_it(tmp_path, one_thread):
-    done = torchrun(SCRIPT, tmp_path, "SIGTERM", 1, check=False)
+@pytest.mark.parametrize("method", ["streamed", "ist"])
+def test_a_signal_to_one_rank_saves_the_run_and_one_process_may_go_on_with_it(method, tmp_path, one_thread):
+    done = torchrun(SCRIPT, tmp_path, "SIGTERM", 1, method, check=False)
     assert done.returncode and done.stderr.count("Interrupted: the run is saved") == 2, done.stderr
-    found = rank_runs.uninterrupted(tmp_path / "alone")
-    for key, tensor in rank_runs.uninterrupted(tmp_path / "run", resume=tmp_path / "run").items():
+    found = rank_runs.uninterrupted(tmp_path / "alone", method=method)
+    for key, tensor in rank_runs.uninterrupted(tmp_path / "run", method=method, resume=tmp_path / "run").items():
         assert torch.equal(tensor, found[key]), key
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_with_a_run_that_one_process_has_left_in_the_middle_of_a_round(tmp_path, one_thread):
+    ends = rank_runs.Signal(-1, 3, signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        rank_runs.uninterrupted(tmp_path / "run", [ends], method="ist")
+    torchrun(SCRIPT, tmp_path, "resume")
+    for key, tensor in rank_runs.uninterrupted(tmp_path / "alone", method="ist").items():
+        for rank in range(2):
+            assert torch.equal(torch.load(tmp_path / f"{rank}.pt")[key], tensor), key
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from seqpart.schedule.phase import EpochSlice, Phase, PhaseKind
 from seqpart.schedule.phases import Phases, Rounds, counted, last_trainings
 from seqpart.schedule.progress import Progress, checked
-from seqpart.schedule.steps import Position, parse, steps_of, to_text
+from seqpart.schedule.steps import Position, Verb, parse, steps_of, to_text
 
 SPLIT = Phase(kind=PhaseKind.SPLIT, partition=0, rows=1, batch=1, micro_batch=1)
 MERGE = replace(SPLIT, kind=PhaseKind.MERGE)
@@ -98,3 +99,28 @@ def test_their_steps_keep_the_rules_and_positions_stand_before_and_behind_every_
     assert {Position(number) for number in range(1, len(phases) + 1)} <= positions
     text = to_text(steps_of(phases), phases)
     assert to_text(parse(text), phases) == text
+
+
+@given(stretch=stretches(), ranks=st.integers(2, 3))
+def test_of_several_processes_each_turn_is_one_s_and_all_else_is_everyone_s(stretch, ranks):
+    def works(stretch):
+        """The steps that are no transfer, by the kind of their phase; the whole stretch is gone through."""
+        phases, found = Phases([stretch]), {True: [], False: []}
+        progress = Progress(phases)
+        for step in checked(steps_of(phases)):
+            progress.finish(step)
+            if step.verb not in (Verb.LOAD, Verb.DROP):
+                found[phases[step.phase].kind is PhaseKind.TRAIN].append(step)
+        assert progress.position == Position(len(phases))
+        return found[True], found[False]
+
+    turns, others = works(stretch)
+    shares = []
+    for rank in range(ranks):
+        own = tuple(replace(turn, elsewhere=n % ranks != rank) for n, turn in enumerate(stretch.turns))
+        share, rest = works(replace(stretch, turns=own, merge=replace(MERGE, rank=rank, ranks=ranks)))
+        assert [step for step in rest if step.verb is not Verb.GATHER] == others
+        given = [step for step, after in pairwise(rest) if after.verb is Verb.MERGE]
+        assert {step.verb for step in given} == {Verb.GATHER}
+        shares += share
+    assert Counter(shares) == Counter(turns)

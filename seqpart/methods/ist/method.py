@@ -74,15 +74,19 @@ class IstMethod(Method):
             micro_batch=1,
         )
         epochs = work.partitions[0].epochs
-        turn = replace(whole_network(work, streamed=True), epochs=epochs, rows=subnets.rows)
+        turn = replace(whole_network(work, streamed=True), epochs=epochs, rows=subnets.rows, rank=0, ranks=1)
         each, share = len(work.partitions), 0 if subnets.all_rows else subnets.rows
         turns = tuple(
-            replace(_moved(turn, subnets.whole + part * each), within=EpochSlice(skips=part * share, rows_of=0))
+            replace(
+                _moved(turn, subnets.whole + part * each), within=EpochSlice(skips=part * share, rows_of=0),
+                elsewhere=part % work.ranks != work.rank,
+            )
             for part in range(subnets.count)
-        )
+        )  # fmt: skip
+        merge = replace(split, kind=PhaseKind.MERGE, rank=work.rank, ranks=work.ranks)
         return Phases([
             Rounds(
-                split=split, turns=turns, merge=replace(split, kind=PhaseKind.MERGE), local=subnets.local_steps, epochs=epochs,
+                split=split, turns=turns, merge=merge, local=subnets.local_steps, epochs=epochs,
                 behind=(*_statistics(work), *_tests(work)), every=work.tests.epochs,
             )
         ])  # fmt: skip

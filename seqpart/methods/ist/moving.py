@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from seqpart.device.pages import PAGE, aligned_bytes
+from seqpart.device.ranks import Ranks
 from seqpart.methods.ist.narrow import NEURONS, Cut, Ints
 from seqpart.methods.ist.parts import JointChain
 from seqpart.model.optimizer_state import TEXT
@@ -231,20 +232,22 @@ class Parting:
     """Splits partitions of the whole network into homes of its parts, and merges them again.
 
     layouts, states: by block of `chain`, the whole network's and those of its parts. edges: (first block, one past the last) by
-    partition. keeps_moments: split and merge optimizer state too; if False, every round begins with moments of zero.
+    partition. keeps_moments: split and merge optimizer state too; if False, every round begins with moments of zero. ranks: the
+    processes that train the parts, part s on rank s mod W. give: gives homes of a rank to all, and returns the bytes sent.
     """
 
     def __init__(
         self, chain: JointChain, layouts: Sequence[Layout], states: Sequence[Layout], edges: Sequence[tuple[int, int]],
-        store: Store, *, keeps_moments: bool,
+        store: Store, *, keeps_moments: bool, ranks: Ranks, give: Callable[[Sequence[str], int], int],
     ) -> None:  # fmt: skip
         self._parts, self._chain, self._layouts, self._states, self._edges = chain.parts, chain, layouts, states, edges
-        self._store, self._keeps_moments = store, keeps_moments
+        self._store, self._keeps_moments, self._ranks, self._give = store, keeps_moments, ranks, give
 
     def split(self, p: int, round_: int) -> None:
-        """Writes the parts' homes from partition `p` of the whole network. Safe to repeat after an interruption."""
+        """Writes the homes of this rank's parts from partition `p` of the whole network. Safe to repeat after an
+        interruption."""
         for number in range(*self._edges[p]):
-            block, (own, units) = self._chain[number], self._held(number, round_)
+            block, (own, units) = self._chain[number], self._held(number, round_, self._ranks.number)
             homes = [self._chain[n].home for n in own]
             layer_of = self._parts.numbers(number)
             split(self._store, block.home, homes, [self._layouts[n] for n in own], self._cut_of(number), units, layer_of)
@@ -259,6 +262,15 @@ class Parting:
                 with self._store.sink(self._chain[n].home, self._layouts[n], PAGE):
                     pass
 
+    def gather(self, p: int, round_: int) -> int:
+        """Gives the other ranks the homes of this one's parts of partition `p`, and takes theirs. Returns the bytes sent."""
+        sent = 0
+        for rank in range(self._ranks.count):
+            own = [self._chain[n] for number in range(*self._edges[p]) for n in self._held(number, round_, rank)[0]]
+            states = [block.state_home for block in own] if self._keeps_moments else []
+            sent += self._give([*(block.home for block in own), *states], rank)
+        return sent
+
     def merge(self, p: int, round_: int) -> None:
         """Writes partition `p` of the whole network from the parts' homes, which stay unchanged: safe to repeat."""
         for number in range(*self._edges[p]):
@@ -271,9 +283,12 @@ class Parting:
                 cut_of = partial(self._cut_of_state, number)
                 merge(self._store, block.state_home, self._states[number], states, cut_of, units)
 
-    def _held(self, number: int, round_: int) -> tuple[list[int], Units]:
-        """Returns (blocks of the joint chain that hold parts of block `number`, the units of these parts)."""
+    def _held(self, number: int, round_: int, rank: int | None = None) -> tuple[list[int], Units]:
+        """Returns (blocks of the joint chain that hold parts of block `number`, the units of these parts): of all ranks, or of
+        one."""
         holders, units = self._parts.holders(number, round_), self._parts.units(round_)
+        if rank is not None:
+            holders = {part: n for part, n in holders.items() if part % self._ranks.count == rank}
         return [*holders.values()], [units[part] for part in holders]
 
     def _cut_of(self, number: int) -> CutOf:
