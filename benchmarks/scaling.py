@@ -1,4 +1,5 @@
-"""Several processes of torchrun against one that trains as many rows as each of them: seconds of an update, bytes, peaks.
+"""Several processes of torchrun against one that trains as many rows as each of them: seconds of an update, bytes,
+peaks; beside the seconds what the plan says, and what benchmarks/scaling_simulated.py does.
 
     python -m benchmarks.scaling                  1, 2 and 4 processes of one thread, three rounds
     python -m benchmarks.scaling --quick          a small network in one round, to see that it runs; kept nowhere
@@ -24,9 +25,10 @@ from benchmarks.streamed_arm import WARM_UP, run_arm
 ARMS: dict[str, tuple[object, ...]] = {
     "plain": ("plain",),
     "full": ("streamed", "--method", "full", "--limit", "2GB"),
-    "streamed": ("streamed", "--method", "streamed", "--limit", "450MB"),
+    "streamed": ("streamed", "--method", "streamed", "--limit", "500MB"),
 }
 FOLDER = Path("runs")
+NETWORK: tuple[object, ...] = "--width", 2048, "--depth", 8, "--batch", 128, "--updates", WARM_UP + 6
 
 
 def measured(
@@ -49,6 +51,7 @@ def _summary(runs: list[dict[str, Any]], alone: list[dict[str, Any]], count: int
     if runs[0].get("sent"):  # each rank sends a part of its gradients to every other, and its part of the sum
         summary["sent to the formula"] = runs[0]["sent"] / (2 * (count - 1) / count * runs[0]["gradients"])
         summary["peak"], summary["predicted"] = max(peak for one in runs for peak in one["peaks"]), runs[0]["predicted"]
+        summary |= {key: median(one[key] for one in runs) for key in ("predicted seconds", "simulated")}
     return summary
 
 
@@ -58,6 +61,7 @@ def show(result: dict[str, Any]) -> None:
         if "peak" in one:
             print(f", sends {one['sent to the formula']:.4f} x the formula", end="")
             print(f", peak {one['peak'] / 1e6:.0f} MB of {one['predicted'] / 1e6:.0f} predicted", end="")
+            print(f"; {one['predicted seconds']:.3f} s planned, {one['simulated']:.3f} s simulated", end="")
         print()
 
 
@@ -71,8 +75,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             show(measured(("plain", "streamed"), 1, (2,), network, Path(place)))
         return
-    network = "--width", 2048, "--depth", 8, "--batch", 128, "--updates", WARM_UP + 6
-    result = measured(ARMS, options.rounds, (1, 2, 4), network, FOLDER)
+    result = measured(ARMS, options.rounds, (1, 2, 4), NETWORK, FOLDER)
     show(result)
     print(save("scaling", result))
 

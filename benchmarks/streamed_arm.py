@@ -143,13 +143,15 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
         options = {"micro_batch_size": arguments.batch} if not arguments.any_micro_batch else {}
         if arguments.partitions:
             options["partitions"] = arguments.partitions
-        result = Trainer(
+        trainer = Trainer(
             blocks_of(arguments), mean_loss if arguments.network == "T" else None,
             mem_limit=arguments.limit, method=arguments.method, epochs=1,
             batch_size=arguments.batch * RANKS, lr=RATE, seed=SEED, shuffle=False,
             output_dir=Path(folder) / "run", save_every="never",
             **options,
-        ).fit((x, y), (x[:256], y[:256]), reporter=watch)  # fmt: skip
+        )  # fmt: skip
+        result = trainer.fit((x, y), (x[:256], y[:256]), reporter=watch)
+        simulated = simulate(trainer, (x, y), (x[:256], y[:256]), result.plan) if RANKS > 1 else {}
     ends = watch.ends[WARM_UP - 1 :]
     plan = result.plan
     return {
@@ -165,7 +167,22 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
         "keeps": sorted(plan.keeps), "offloads": sorted(plan.offloads),
         "micro_batch": result.final_micro_batch, "file_growth": result.proof.file_growth,
         "verbs": {name: round(seconds / max(1, len(ends) - 1), 4) for name, seconds in watch.verbs.items()},
+        **simulated,
     }  # fmt: skip
+
+
+def simulate(trainer: Any, train: Any, test: Any, plan: Any) -> dict[str, Any]:
+    """What benchmarks/scaling_simulated.py says of these ranks, by the speeds that this machine measures for their plan."""
+    from benchmarks.scaling_simulated import Lockstep, Network
+    from seqpart.device.ranks import CHUNK, ranks_of
+
+    ranks: Any = ranks_of(trainer.device)
+    message = ranks.tried(1) / (3 * (RANKS - 1))  # to all, around the ring, and the word about its gradients
+    chunk = max(1e-9, ranks.tried(CHUNK // 4) - 3 * (RANKS - 1) * message)  # copies and sums are in it
+    network = Network(latency=message, bandwidth=2 * (RANKS - 1) / RANKS * CHUNK / chunk, tree=True)
+    with trainer.planned(train, test, reuse=plan, dry=True) as (_, prepared):
+        found = Lockstep(prepared).run(network, RANKS)
+    return {"simulated": found["seconds"], "busy": found["busy"], "network": [network.latency, network.bandwidth]}
 
 
 def idle(arm: str) -> None:

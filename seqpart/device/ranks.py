@@ -23,12 +23,12 @@ from seqpart.device.device import Device
 from seqpart.errors import OptionError, OtherRank, SeqpartError
 
 T = TypeVar("T")
-CHUNK = 4 << 20
-"""Bytes of gradients that are exchanged at a time."""
+CHUNK, _LEAST_PART = 4 << 20, 64 << 10
+"""Least bytes of gradients that are exchanged at a time, and of each rank's part of them: a network has a latency."""
 _RECORDED = "TORCH_FR_BUFFER_SIZE"
 """torch's name for the number of exchanges that it records, 2,000 unless it is set: a record is a small piece of memory."""
-_TRIES, _TRIED = 4, 512 << 10
-"""How often, and with how many bytes, the speed of an exchange is measured."""
+_TRIES = 4
+"""How often the speed of an exchange is measured."""
 _PATIENCE = timedelta(days=1)
 """How long a rank waits for another, which may be saving a checkpoint or evaluating. One that has ended is noticed at once."""
 
@@ -86,13 +86,13 @@ class Ranks:
 class Group(Ranks):
     """The ranks of torchrun."""
 
-    room = 4 * CHUNK
-
     def __init__(self, device: Device, environment: Mapping[str, str]) -> None:
         self.number, self.count = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
         self._device, self._telling = device, False
         # Touched, so that it counts as there before the plan. Memory of an exchange's own would leave holes in a kept heap.
-        self._buffers = torch.ones(2, 2, CHUNK, dtype=torch.uint8, device=device.torch)
+        self.chunk = chunk_of(self.count)
+        self.room = 4 * self.chunk
+        self._buffers = torch.ones(2, 2, self.chunk, dtype=torch.uint8, device=device.torch)
         self.said = f"{self.count} processes train together; the limit is that of each"
         if torch.get_num_threads() == 1 and per_machine() > 1:
             self.said += ". Each computes on one thread (torchrun sets OMP_NUM_THREADS=1 unless you do), which gives other bits"
@@ -106,11 +106,10 @@ class Group(Ranks):
                 atexit.register(dist.destroy_process_group)
             self._words: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
             self._sums: Any = self._words if device.kind != "cuda" else dist.new_group(backend="nccl", timeout=_PATIENCE)
-            self._latency = self._tried(1)
-            self._rate = _TRIED / max(1e-9, self._tried(_TRIED // 4) - self._latency)
+            self._seconds = self.tried(self.chunk // 4)
 
-    def _tried(self, count: int) -> float:
-        """Returns the seconds that an exchange of `count` gradients takes."""
+    def tried(self, count: int) -> float:
+        """Returns the seconds that an exchange of `count` gradients takes; all ranks call it."""
         weight, took = torch.nn.Parameter(torch.zeros(count, device=self._device.torch)), list[float]()
         for _ in range(_TRIES):
             weight.grad = torch.zeros_like(weight)
@@ -121,7 +120,7 @@ class Group(Ranks):
         return min(took)
 
     def seconds_of(self, nbytes: int) -> float:
-        return self._latency + nbytes / self._rate
+        return self._seconds * max(1.0, nbytes / self.chunk)
 
     def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.count
@@ -180,7 +179,7 @@ class Group(Ranks):
         for weight in weights:
             alike.setdefault(weight.dtype, []).append(_in_a_row(weight) if _is_dense(weight) else weight)
         with self._others_heard(), torch.no_grad():
-            for pieces in (chunk for own in alike.values() for chunk in _chunks(own, 1)):
+            for pieces in (chunk for own in alike.values() for chunk in _chunks(own, 1, self.chunk)):
                 flat = (
                     pieces[0]
                     if len(pieces) == 1 and pieces[0].ndim == 1
@@ -207,7 +206,7 @@ class Group(Ranks):
     def _add_up(self, gradients: Sequence[torch.Tensor], ranks: Sequence[int]) -> int:
         """Replaces gradients by the sums of those of `ranks`; a chunk is on its way while the one before is added up."""
         sent, finish = 0, _nothing
-        for number, pieces in enumerate(_chunks(gradients, self.count)):
+        for number, pieces in enumerate(_chunks(gradients, self.count, self.chunk)):
             begun = self._exchange(pieces, ranks, number % 2)
             sent += finish()
             finish = begun
@@ -245,7 +244,7 @@ class Group(Ranks):
     def _memory(self, count: int, dtype: torch.dtype, place: int = 0, use: int = 0) -> torch.Tensor:
         """Memory for a chunk on its way, the same each time."""
         nbytes = count * dtype.itemsize
-        if nbytes > CHUNK:  # a gradient in another order than its weight, which is not cut
+        if nbytes > self.chunk:  # a gradient in another order than its weight, which is not cut
             return torch.empty(count, dtype=dtype, device=self._device.torch)
         return self._buffers[place, use, :nbytes].view(dtype)
 
@@ -307,9 +306,14 @@ def _put_back(flat: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
         piece.copy_(found.view(piece.shape))
 
 
-def _chunks(gradients: Sequence[torch.Tensor], ranks: int) -> Iterator[list[torch.Tensor]]:
-    """Yields pieces of the gradients, of CHUNK bytes together at most, and of one size for each rank. A piece is a view."""
-    most = CHUNK // gradients[0].element_size() // ranks * ranks
+def chunk_of(ranks: int) -> int:
+    """Returns the bytes of gradients that so many ranks exchange at a time."""
+    return max(CHUNK, ranks * _LEAST_PART)
+
+
+def _chunks(gradients: Sequence[torch.Tensor], ranks: int, nbytes: int) -> Iterator[list[torch.Tensor]]:
+    """Yields pieces of the gradients, of `nbytes` together at most, and of one size for each rank. A piece is a view."""
+    most = nbytes // gradients[0].element_size() // ranks * ranks
     pieces, left = list[torch.Tensor](), most
     for gradient in gradients:
         for piece in torch.split(gradient, most) if gradient.ndim == 1 else [gradient]:

@@ -1,13 +1,14 @@
 """Weights in safetensors files: matches names, reads initial weights, builds models without memory, writes results."""
 
 import copy
+import itertools
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +27,7 @@ from seqpart.store.layout import DTYPES, Layout, TensorSpec, decode_entries
 
 INDEX = ".safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_PARTS = "DCP_SHARDING_INFO"
 _LARGEST_HEADER = 64 << 20
 _CHUNK = 1 << 20
 """Elements converted at a time."""
@@ -33,28 +35,43 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file, row by row."""
+    """A tensor in a file, row by row; or one whose parts are in several, as ranks have written them."""
 
     path: Path
     spec: TensorSpec
     start: int
     """Offset of its first byte in the file."""
+    first: tuple[int, ...] = ()
+    """Of a part: the place in the whole tensor of its first element."""
+    parts: tuple["Stored", ...] = ()
+
+    def runs(self, part: "Stored") -> Iterator[tuple[int, int, int]]:
+        """Yields (element of this tensor, element of `part`, elements) of stretches that lie together in both."""
+        shape, whole = part.spec.shape, self.spec.shape
+        split = max((axis for axis in range(len(whole)) if shape[axis] != whole[axis]), default=0)  # those behind it are whole
+        count = prod(shape[split:])
+        rows = itertools.product(*(range(first, first + n) for first, n in zip(part.first[:split], shape, strict=False)))
+        for number, row in enumerate(rows):
+            place = (*row, *part.first[split : split + 1])
+            yield sum(at * prod(whole[axis + 1 :]) for axis, at in enumerate(place)), number * count, count
 
 
 class WeightFiles:
-    """The tensors of `path`: a safetensors file, or a directory with one, or with several and their index.
+    """The tensors of `path`: a safetensors file, or a directory with one, or with several and their index, or with the parts
+    that several ranks wrote by torch.distributed.checkpoint.HuggingFaceStorageWriter.
 
     Only headers are read. Raises OptionError where there is no such file, or only pickles, CorruptFile for damaged ones.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tensors: dict[str, Stored] = {}
+        parts: dict[str, list[Stored]] = {}
         files, shard_of = _files(path)
         for file in files:
             for stored in _tensors(file):
                 if shard_of.get(stored.spec.name, file.name) == file.name:
-                    self.tensors[stored.spec.name] = stored
+                    parts.setdefault(stored.spec.name, []).append(stored)
+        self.tensors = {name: _whole(path, found) for name, found in parts.items()}
 
     def read(self, name: str, view: torch.Tensor, skip: int = 0) -> None:
         """Fills `view`, on the CPU, with the tensor, or with its rows after `skip` elements; converts floating-point types.
@@ -63,13 +80,17 @@ class WeightFiles:
         StoreError where it cannot be read.
         """
         stored = self.tensors[name]
-        try:
-            with open(opened(stored.path.resolve()), "rb") as file:
-                file.seek(stored.start + skip * stored.spec.dtype.itemsize)
-                flat = view.view(-1) if view.is_contiguous() else torch.empty(view.numel(), dtype=view.dtype)
-                _fill(flat, stored, file)
-        except OSError as error:
-            raise explained(error, stored.path) from None
+        flat = view.view(-1) if view.is_contiguous() else torch.empty(view.numel(), dtype=view.dtype)
+        for part in stored.parts or (stored,):
+            try:
+                with open(opened(part.path.resolve()), "rb") as file:
+                    for begins, at, count in stored.runs(part) if stored.parts else [(0, 0, prod(stored.spec.shape))]:
+                        begin, end = max(begins, skip), min(begins + count, skip + flat.numel())
+                        if begin < end:
+                            file.seek(part.start + (at + begin - begins) * part.spec.dtype.itemsize)
+                            _fill(flat[begin - skip : end - skip], part, file)
+            except OSError as error:
+                raise explained(error, part.path) from None
         if not view.is_contiguous():
             view.copy_(flat.view(view.shape))
 
@@ -86,6 +107,19 @@ class WeightFiles:
             if not torch.equal(one.view(torch.uint8), two.view(torch.uint8)):
                 return True
         return False
+
+
+def _whole(path: Path, parts: Sequence[Stored]) -> Stored:
+    """Returns the tensor of these parts. Raises CorruptFile where some are not there, or are of another save."""
+    one, kinds = parts[0], {(part.spec.dtype, len(part.first)) for part in parts}
+    ends = ([first + n for first, n in zip(part.first, part.spec.shape, strict=True)] for part in parts)
+    shape = tuple(map(max, zip(*ends, strict=len(kinds) == 1)))
+    if len(kinds) > 1 or sum(prod(part.spec.shape) for part in parts) != prod(shape):
+        raise CorruptFile(
+            f"{path}: the {len(parts)} part(s) of {one.spec.name} do not make a tensor of shape {shape}. Take a directory with "
+            "all the files of one save, and no others.", path,
+        )  # fmt: skip
+    return one if len(parts) == 1 else Stored(one.path, replace(one.spec, shape=shape), one.start, parts=tuple(parts))
 
 
 def _fill(flat: torch.Tensor, stored: Stored, file: BinaryIO) -> None:
@@ -114,10 +148,17 @@ def _files(path: Path) -> tuple[Sequence[Path], Mapping[str, str]]:
         return one or found, {}
     if len(indexes) == 1 and not one:
         return _indexed(indexes[0])
+    if found and all(file.name.startswith("shard-") for file in found):
+        return found, {}
     if found:
         raise OptionError(
             f"--weights: {path} has {', '.join(file.name for file in (*found, *indexes)[:4])}, and which of them are meant is "
             "not known. Name the file, or the index."
+        )
+    if any(path.glob("*.distcp")):
+        raise OptionError(
+            f"--weights: {path} is a checkpoint of torch.distributed.checkpoint in its own form, which is pickled. Save it "
+            "with storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True), and give that folder."
         )
     for file in sorted(path.iterdir()):
         _refuse_pickle(file)
@@ -160,13 +201,27 @@ def _tensors(path: Path) -> list[Stored]:
     if not head or len(head) < length:
         raise CorruptFile(f"{path} is not a whole safetensors file. Use another copy.", path)
     _refuse_types(head, path)
-    layout, _ = decode_entries(head, path)
-    found = [Stored(path, spec, 8 + length + spec.offset) for spec in layout.specs]
+    layout, metadata = decode_entries(head, path)
+    places = _places(metadata, layout, path)
+    found = [Stored(path, spec, 8 + length + spec.offset, place) for spec, place in zip(layout.specs, places, strict=True)]
     if any(stored.spec.stride is not None for stored in found):
         raise ModelError(f"{path} holds one block of a run, not the weights of a model. Give the weights that a run left.")
     if any(stored.start + stored.spec.nbytes > size or stored.spec.offset < 0 for stored in found):
         raise CorruptFile(f"{path} ends before its last tensor: it was not copied whole. Use another copy.", path)
     return found
+
+
+def _places(metadata: Mapping[str, str], layout: Layout, path: Path) -> list[tuple[int, ...]]:
+    """Returns for each tensor where its first element is in that of which it may be a part."""
+    try:
+        info, places = json.loads(metadata.get(_PARTS, "{}")), list[tuple[int, ...]]()
+        for spec in layout.specs:
+            places.append(tuple(map(int, info[spec.name]["saved_offsets"])) if info else (0,) * len(spec.shape))
+            if len(places[-1]) != len(spec.shape) or min(places[-1], default=0) < 0:
+                raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CorruptFile(f"{path}: its {_PARTS} does not say where its tensors belong. Use another copy.", path) from None
+    return places
 
 
 def _refuse_types(head: bytes, path: Path) -> None:

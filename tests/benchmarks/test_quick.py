@@ -29,6 +29,7 @@ SAID = {
     "census page": "equal shufflenet_v2_x0_5",
     "rank_kills": "1 runs, 1 with a kill: 1 have the weights",
     "scaling": "sends 1.0000 x the formula",
+    "scaling_simulated": "the network's bytes at 2 to 8",
     "campaign": "2 cases, 0 with violations",
     "peers.compare S": "ours ",
     "full_size": "small gpt2 plain",

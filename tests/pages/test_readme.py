@@ -23,7 +23,7 @@ from tests.command import ENVIRONMENT, SMALL, call, end, refused, start
 from tests.pages import test_recipes
 
 ROOT = Path(__file__).parents[2]
-MADE = {"trust", "models", "options", "what_fits", "pnn", "objectives", "ist", "ist_paper", "psl", "index"}
+MADE = {"trust", "models", "options", "what_fits", "scaling", "pnn", "objectives", "ist", "ist_paper", "psl", "index"}
 """Pages with results, most of them written by a benchmark."""
 PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem not in MADE)]
 TEXT = "\n".join(page.read_text() for page in PAGES)
