@@ -1,7 +1,6 @@
 """Simulates an update of 1 to 1,024 ranks on cards and networks that need not be there: seconds, and what they wait for.
 
     python -m benchmarks.scaling_simulated                all models, cards, networks and numbers of ranks
-    python -m benchmarks.scaling_simulated --measure      processes on this machine, to compare; 6 min or more
     python -m benchmarks.scaling_simulated --page         the page once more, from what is kept
     python -m benchmarks.scaling_simulated --quick        a small ViT on one card, to see that it runs; kept nowhere
 
@@ -27,7 +26,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks import quick, record, scaling
+from benchmarks import quick, record
 from benchmarks.record import save
 from benchmarks.what_fits import MODELS, QUICK, RESERVED, Model
 from seqpart import Trainer
@@ -40,7 +39,7 @@ from seqpart.schedule.steps import Step, Verb, steps_of
 
 RANKS = 1, 2, 4, 8, 16, 64, 256, 1024
 UPDATES = 4
-PAGE, SIMULATED, MEASURED = "scaling.md", "scaling-simulated", "scaling-against"
+PAGE, SIMULATED, MEASURED = "scaling.md", "scaling-simulated", "scaling"
 
 
 @dataclass(frozen=True)
@@ -297,9 +296,9 @@ def page(result: dict[str, Any], measured: dict[str, Any]) -> str:
 COMPARISON = """
 ## Against measured runs
 
-`python -m benchmarks.scaling_simulated --measure`: the processes of `benchmarks.scaling`, of one thread each, connected by
-gloo, which share two cores and a disk with whatever else runs there. The simulation takes the speeds that each measures at its
-end, also those of an exchange of one weight and of 4 MiB. R is the adding up of gradients.
+The processes of `python -m benchmarks.scaling`, of one thread each, connected by gloo, which share two cores and a disk. The
+simulation takes the speeds that each measures at its end, also those of an exchange of one weight and of 4 MiB. R is the adding
+up of gradients.
 
 | method, processes | measured | simulated | error | the plan's own | R measured | R and weights simulated |
 |---|---|---|---|---|---|---|"""
@@ -323,15 +322,11 @@ def against(measured: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", action="store_true", help="run processes on this machine, and write the page again")
     parser.add_argument("--page", action="store_true", help="write the page once more from what is kept")
     quick.add_to(parser)
     options = parser.parse_args()
     result: dict[str, Any] = {}
-    if options.measure:
-        measured = scaling.measured(("full", "streamed"), 2, (1, 2, 4), scaling.NETWORK, scaling.FOLDER)
-        print(*against(measured), save(MEASURED, measured), sep="\n")
-    if options.measure or options.page:
+    if options.page:
         (quick.DOCS / PAGE).write_text(page(record.load(SIMULATED), record.load(MEASURED)))
         return
     for scene in SMALL if options.quick else SCENES:

@@ -91,7 +91,7 @@ class Group(Ranks):
         self._device, self._telling = device, False
         # Touched, so that it counts as there before the plan. Memory of an exchange's own would leave holes in a kept heap.
         self.chunk = chunk_of(self.count)
-        self.room = 4 * self.chunk
+        self.room = 6 * self.chunk
         self._buffers = torch.ones(2, 2, self.chunk, dtype=torch.uint8, device=device.torch)
         self.said = f"{self.count} processes train together; the limit is that of each"
         if torch.get_num_threads() == 1 and per_machine() > 1:
