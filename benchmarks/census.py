@@ -653,6 +653,8 @@ def section() -> str:
                 for library in tried_of
             ),
             "",
+            *_more(found),
+            "",
             "| not equal | outcome | why |",
             "|---|---|---|",
             *(
@@ -667,6 +669,20 @@ def section() -> str:
             "",
         ]
     )
+
+
+def _more(found: list[dict[str, Any]]) -> Iterator[str]:
+    """What else was tried of models that were equal."""
+    more = [one for one in found if "killed" in one]
+    off = [one for one in more if one["killed"] != "equal"]
+    errors = sorted(one["predicted"] / one["peak"] - 1 for one in more)
+    if more:
+        yield (
+            f"Of {len(more)} that were equal another run was killed after its first update, and went on in another process: "
+            f"{len(more) - len(off)} ended equal too. Predicted peaks are {errors[0]:+.2%} to {errors[-1]:+.2%} off the measured "
+            f"ones; limits passed: {sum(one['violations'] for one in more)}. Each took one line of the user's code."
+        )
+        yield from (f"- {one['library']} {one['model']}: {one['killed']}" for one in off)
 
 
 def _skipped(found: list[dict[str, Any]]) -> dict[str, list[tuple[str, str]]]:
