@@ -678,8 +678,8 @@ def _more(found: list[dict[str, Any]]) -> Iterator[str]:
     errors = sorted(one["predicted"] / one["peak"] - 1 for one in more)
     if more:
         yield (
-            f"Of {len(more)} that were equal another run was killed after its first update, and went on in another process: "
-            f"{len(more) - len(off)} ended equal too. Predicted peaks are {errors[0]:+.2%} to {errors[-1]:+.2%} off the measured "
+            f"Of {len(more)} that were equal another run was killed after its first update, and went on in another process; "
+            f"{len(more) - len(off)} ended equal too. Predicted peaks are {errors[0]:+.2%} to {errors[-1]:+.2%} off measured "
             f"ones; limits passed: {sum(one['violations'] for one in more)}. Each took one line of the user's code."
         )
         yield from (f"- {one['library']} {one['model']}: {one['killed']}" for one in off)

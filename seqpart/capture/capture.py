@@ -140,12 +140,13 @@ def _traced(
             continue
         except Inside as error:
             # The module cannot be cut inside: it may work as one block, and so may the model, without labels.
-            first = first or (error if error.module is model else None)
+            module = error.module or model
+            first = first or (error if module is model else None)
             never = labels is not None or model._backward_hooks or model._backward_pre_hooks or _without_draws(model)
-            if error.module in whole or (error.module is model and never):
+            if module in whole or (module is model and never):
                 raise _uncut(first or error, model, dtype, form, labels, autocast) from error
-            reasons = [] if error.module is model else reasons
-            whole.add(error.module)
+            reasons = [] if module is model else reasons
+            whole.add(module)
             reasons.append(f"{error.why}, in {error.where or error.path or type(model).__name__}")
 
 
@@ -177,7 +178,7 @@ def _in_mode(
             f"it does other things with {_OTHER_ROWS} rows than with {_ROWS}: the calls between its layers must not depend on "
             "the number of rows, nor on a random number that it draws"
         )
-        raise Inside(model, "", error.op.where, why) from None
+        raise Inside(None, "", error.op.where, why) from None
 
 
 def _without_draws(model: nn.Module) -> str:

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from seqpart.capture.head import built
 from seqpart.capture.program import OfRows, Op, Own, Program, Ref, leaves, mapped
+from seqpart.capture.recorder import Inside
 from seqpart.capture.segment import Segment, Steps
-from seqpart.errors import ModelError
 from seqpart.model.blocks import Block, Chain, checked
 from seqpart.model.inspection import left_as_they_are
 from seqpart.model.packs import ROWS
@@ -89,13 +89,11 @@ def _left_out(calls: Sequence[object], others: Sequence[object]) -> set[int] | N
 
 
 def _refuse_unseen(op: Op, place: int, maker: Mapping[int, int]) -> None:
-    """Raises ModelError if a call changes in place one of two tensors that share memory and come from earlier pieces, where
+    """Raises Inside if a call changes in place one of two tensors that share memory and come from earlier pieces, where
     they may be separate."""
     if len({n for n in (*op.changed, *(old for _, old in op.rebinds)) if maker.get(n, -1) < place}) > 1:
-        raise ModelError(
-            f"a tensor is changed in place that shares its memory with another tensor, used later, in {op.where}: in another "
-            "partition that one would not see the change. Change a copy instead (.clone())."
-        )
+        why = "a tensor is changed in place that shares its memory with another, used later: change a copy (.clone())"
+        raise Inside(None, "", op.where, why)
 
 
 class Cutter:
@@ -114,7 +112,7 @@ class Cutter:
         """Names of the tensors in each module."""
 
     def chain(self, training: Program, evaluating: Program, whole_parts: tuple[str, ...] = ()) -> Chain:
-        """Returns the chain of both programs. Raises ModelError if they do not pass on the same values.
+        """Returns the chain of both programs. Raises Inside if they do not pass on the same values.
 
         whole_parts: why modules with layers of their own stay one block each.
         """
@@ -123,14 +121,10 @@ class Cutter:
         only_training = _left_out(*calls)
         train, evaluate = _Cut.of(programs[0], only_training or ()), _Cut.of(programs[1])
         if only_training is None or [len(given) for given in train.gives] != [len(given) for given in evaluate.gives]:
-            raise ModelError(
-                f"{type(self._model).__name__} calls other modules when it trains than when it evaluates, or passes other "
-                "tensors between them: it cannot be cut. Move what differs into a layer, or give the model as a list of blocks."
-            )
+            why = "it calls other modules when it trains than when it evaluates, or passes other tensors between them"
+            raise Inside(None, "", "", why)
         if train.gives[-1] != [train.program.output]:
-            raise ModelError(
-                f"{type(self._model).__name__} does not return what it computes last: it cannot be cut. Give a list of blocks."
-            )
+            raise Inside(None, "", "", "it does not return what it computes last")
         # A value has one number in each mode, and another one in the chain.
         numbers = {ROWS: ROWS} | {n: place for place, n in enumerate(itertools.chain(*train.gives), start=1)}
         theirs = {ROWS: ROWS} | dict(zip(itertools.chain(*evaluate.gives), itertools.chain(*train.gives), strict=True))

@@ -40,9 +40,9 @@ CONSTANTS = (
 
 
 class Inside(Exception):
-    """An error while recording inside an opened module, which is not a block."""
+    """An error while recording inside an opened module, which is not a block; None: the model."""
 
-    def __init__(self, module: nn.Module, path: str, where: str, why: str) -> None:
+    def __init__(self, module: nn.Module | None, path: str, where: str, why: str) -> None:
         super().__init__(why)
         self.module, self.path, self.where, self.why = module, path, where, why
 
