@@ -110,6 +110,7 @@ OWN: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "xmod": {"default_language": "en_XX"},
+    "fsmt": {"use_cache": False},  # with a cache it masks nothing
 }
 """What a kind of configuration asks for beside its numbers' names."""
 

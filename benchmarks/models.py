@@ -174,7 +174,7 @@ def streamed(
                     "seconds": result.seconds,
                 }  # fmt: skip
             except SeqpartError as error:
-                refusal = refusal or error
+                refusal = error
         assert refusal is not None
         raise refusal
 
