@@ -75,6 +75,11 @@ def refuse_no_modules(model: object) -> None:
                 f"{where}: expected a module with its own code; found a ScriptModule, which cannot be cut at its layers. Give "
                 "the module that was scripted."
             )
+        if isinstance(module, torch.fx.GraphModule) and "train" in vars(module):  # one that refuses to be called
+            raise ModelError(
+                f"{where}: expected a module that trains and evaluates; found one of torch.export, which has one mode. Give the "
+                "module that was exported."
+            )
 
 
 def _modules_in(model: object) -> Iterator[tuple[str, nn.Module]]:

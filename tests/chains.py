@@ -16,6 +16,12 @@ from seqpart.store.layout import Layout, TensorSpec
 from seqpart.store.row_file import RowLayout
 
 
+class _Chain(list):
+    """Blocks of which only places count."""
+
+    whole_parts = ()
+
+
 def value(number, nbytes):
     """What block `number` takes, for a micro-batch of 8 rows."""
     return Value(number, (8, nbytes // 32), torch.float32, nbytes, 8, True, number - 1, (number,))
@@ -50,7 +56,7 @@ def problem_of(blocks, limit, *, micro_batch, starts, speeds, **machine):
         "boundary_tiers": ("device",), "graph_tiers": ("disk",), "host_room": 0,
     }  # fmt: skip
     return Problem(
-        chain=[SimpleNamespace(number=number, tied=()) for number in range(len(blocks))], method=METHODS["sil"],
+        chain=_Chain(SimpleNamespace(number=number, tied=()) for number in range(len(blocks))), method=METHODS["sil"],
         machine=Machine(speeds=speeds, **usual | machine), limit=limit,
         costs_at=lambda _: blocks, counted_at=lambda _: blocks, states=states,
         loss_of=lambda _: lambda _: (0, 0), step_room=lambda _: 0, begins=False, batch_size=16, the_batch=16,

@@ -144,15 +144,16 @@ def _traced(
             first = first or (error if module is model else None)
             never = labels is not None or model._backward_hooks or model._backward_pre_hooks or _without_draws(model)
             if module in whole or (module is model and never):
-                raise _uncut(first or error, model, dtype, form, labels, autocast) from error
+                raise _uncut(first or error, error, model, dtype, form, labels, autocast) from error
             reasons = [] if module is model else reasons
             whole.add(module)
             reasons.append(f"{error.why}, in {error.where or error.path or type(model).__name__}")
 
 
 def _uncut(
-    error: Inside, model: nn.Module, dtype: torch.dtype, form: Form, labels: Labels | None, autocast: torch.dtype | None
-) -> ModelError:
+    error: Inside, last: Inside, model: nn.Module, dtype: torch.dtype, form: Form, labels: Labels | None,
+    autocast: torch.dtype | None,
+) -> ModelError:  # fmt: skip
     where = error.where or error.path or type(model).__name__
     floats = any(one.dtype.is_floating_point for one in form)
     types = cure_of_types(model.parameters(), torch.float32 if floats else dtype, autocast)
@@ -160,7 +161,8 @@ def _uncut(
     cure = cure or "Move that into a module of its own" + (
         "." if labels is None else ", or give a function (what the model returns, labels) -> loss."
     )
-    return ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}. {cure}")
+    beside = "" if last.why == error.why else f". As one block it fails on a row of zeros: {last.why}"
+    return ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}{beside}. {cure}")
 
 
 def _in_mode(

@@ -47,6 +47,12 @@ class Inside(Exception):
         self.module, self.path, self.where, self.why = module, path, where, why
 
 
+def _writes_into_lists(function: Any) -> bool:
+    """True for functions such as torch._foreach_add_, which count no versions of the tensors that they change."""
+    name = getattr(function, "__name__", "")
+    return name.startswith("_foreach_") and name.endswith("_")
+
+
 class Recorder(TorchFunctionMode):
     """A context in which calls of `blocks` ({module: path}), and torch functions outside of them, are recorded as ops.
 
@@ -189,6 +195,7 @@ class Recorder(TorchFunctionMode):
         try:
             found = run()
             changed = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
+            changed += leaves(args[0]) if _writes_into_lists(function) else []
             made = [leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)]
             put = put_into(opened(theirs), {*self._names, *map(id, [*given, *made])}) if isinstance(function, str) else []
             made += put

@@ -137,7 +137,7 @@ _OTHER_WORDS = {
     ),
     "does not require grad and does not have a grad_fn": (
         "it asks for gradients in its forward pass (torch.autograd.grad), where none are recorded",
-        "A model that differentiates itself cannot be cut into blocks.",
+        "Let one layer compute it under torch.enable_grad(): evaluation records no gradients.",
     ),
 }
 """{part of an error of torch: (what it means, its cure)}."""

@@ -20,6 +20,7 @@ _ONE_HOT = "calls F.one_hot without num_classes, which looks for the largest lab
 _NUMBER = "reads a number out of a tensor (item(), float(), tolist(), numpy())"
 _BRANCH = "branches on a value (a tensor in an `if` or an `assert`)"
 _SHAPE = "makes a shape of values (a mask as an index, nonzero, unique)"
+_CTC = "calls F.ctc_loss, whose memory depends on the labels"
 BY_NAME = "looks a value up by its name, where it gets one tensor: what a model returns as `logits` or `out` of several"
 _GRAPH = "goes back through a tensor of the network that it was not given (features that a hook or an attribute keeps)"
 _BETWEEN = "asks for the gradient of one output of the model with respect to another, which are apart here"
@@ -29,6 +30,7 @@ _CURES = {
     _NUMBER: "Let it stay a tensor: detach() in the place of item().",
     _BRANCH: "Give torch.where(condition, one, other) in the place of the `if`; a loss that is not finite ends a run anyway.",
     _SHAPE: "Multiply by the mask and return (sum, count), or label what does not count -100, which cross-entropy leaves out.",
+    _CTC: "Let a layer of the model compute it: give the labels as an input of a row too, and return the loss of each row.",
     BY_NAME: "Let the model return a dict with that name.",
     _GRAPH: "Let the model return it too, beside its output.",
 }
@@ -72,6 +74,8 @@ class _Watch(TorchFunctionMode):
             if all(one is not None for one in found):
                 self.cannot = before
             return found
+        elif func is F.ctc_loss and not self._values:
+            self.cannot = _CTC
         elif func in _CALLS:
             self.asked = _CALLS[func]
             if func in _OUTSIDE_TORCH and not self._values:

@@ -99,7 +99,7 @@ def run_fake(
     """Runs `module` on the inputs `taken`, with `tensors` in place of its own, and returns its outputs. Raises ModelError if it
     changes shapes or types of its buffers, or makes a parameter in the forward pass. changed: receives the names of tensors
     that it writes into or replaces."""
-    own, versions = tensors_of(module), {name: tensor._version for name, tensor in tensors.items()}
+    own, before = tensors_of(module), {name: (t._version, t.dtype, t.untyped_storage()._cdata) for name, t in tensors.items()}
     with (
         listed(module, {id(own[name]): tensor for name, tensor in tensors.items() if name in own}),
         with_tensors(module, tensors),
@@ -108,7 +108,12 @@ def run_fake(
         _refuse_other_tensors(module, tensors, known=own)
         if changed is not None:
             now = tensors_of(module)
-            changed |= {n for n, old in tensors.items() if old._version > versions[n] or now.get(n, old) is not old}
+            for name, tensor in tensors.items():
+                version, dtype, storage = before[name]
+                # Not a cast, as bitsandbytes makes of a bias: it changes no number.
+                replaced = tensor.untyped_storage()._cdata != storage and tensor.dtype == dtype
+                if tensor._version > version or replaced or now.get(name, tensor) is not tensor:
+                    changed.add(name)
     if isinstance(output, torch.Tensor):
         return (output,)
     if isinstance(output, tuple) and all(isinstance(part, torch.Tensor) for part in output):

@@ -6,17 +6,15 @@ and belongs to the plan's margin.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from seqpart.device.device import Device
 from seqpart.device.pages import round_up
@@ -29,6 +27,7 @@ from seqpart.profile.fake_mode import (
     FakeMode,
     LiveBytes,
     SameTypes,
+    Writes,
     asks_for_values,
     cast,
     eval_edits,
@@ -325,8 +324,8 @@ def _watch_training(
             live.ignore([*xs, *tensors.values()])
             before, others = live.live, set(live.sizes)
             versions = [x._version for x in xs]
-            with live.watch(), cast(autocast), _weights_stay(block, tensors):
-                ys = run_fake(module, tensors, *xs)
+            with live.watch(), cast(autocast):
+                ys = _run_in_training(block, module, tensors, xs)
             written = frozenset(v.number for v, x, old in zip(taken, xs, versions, strict=True) if x._version > old)
             _refuse_bad_boundary(block, ys, rows)
             passes = tuple(
@@ -371,43 +370,21 @@ def _rows_of(value: Value) -> torch.Tensor:
     return torch.randn(value.shape, dtype=torch.float32).to(value.dtype).requires_grad_(value.learns)
 
 
-_GET_DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _weights_stay(block: Block, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
-    """A context that raises ModelError if a parameter is changed in it: such a change is lost when the partition leaves."""
-    parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
-    watched = [(name, tensor, tensor._version) for name, tensor in parameters.items()]
-    with _Data({id(tensor): name for name, tensor in parameters.items()}) as data:
-        yield
-    for name, tensor, version in watched + data.aliases:
-        if tensor._version > version or name in data.replaced:
+def _run_in_training(
+    block: Block, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Runs a forward pass. Raises ModelError if it changes a parameter: such a change is lost when the partition leaves."""
+    changed = set[str]()
+    with Writes() as seen:
+        ys = run_fake(module, tensors, *xs, changed=changed)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter) and (name in changed or tensor.untyped_storage()._cdata in seen.storages):
             raise ModelError(
                 f"its forward pass changes parameter {block.exported(name)} (as Embedding(max_norm=...) does, peft's "
-                "target_parameters, and MoCo's key encoder by its .data), which only an optimizer may: recomputing the pass "
-                "would change it twice. Make it a buffer, or leave that out."
+                "target_parameters, and a moving average of weights), which only an optimizer may: recomputing the pass would "
+                "change it twice. Make it a buffer, or leave that out."
             )
-
-
-class _Data(TorchFunctionMode):
-    """A context that notes what is done to the `.data` of parameters, {id: name}: such changes count no version of theirs."""
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self._names = names
-        self.aliases: list[tuple[str, torch.Tensor, int]] = []
-        self.replaced: set[str] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func in (_GET_DATA, _SET_DATA) and (name := self._names.get(id(args[0]))) is not None:
-            if func == _GET_DATA:
-                self.aliases.append((name, found, found._version))
-            elif args[1].dtype == args[0].dtype:  # a cast, as bitsandbytes makes of a bias, changes no number
-                self.replaced.add(name)
-        return found
+    return ys
 
 
 def _refuse_bad_boundary(block: Block, ys: Sequence[torch.Tensor], rows: int) -> None:
