@@ -77,8 +77,8 @@ def refuse_no_modules(model: object) -> None:
             )
         if isinstance(module, torch.fx.GraphModule) and "train" in vars(module):  # one that refuses to be called
             raise ModelError(
-                f"{where}: expected a module that trains and evaluates; found one of torch.export, which has one mode. Give the "
-                "module that was exported."
+                f"{where}: expected a module that trains and evaluates; found one of torch.export, which has one mode. Give "
+                "the module that was exported."
             )
 
 

@@ -94,3 +94,10 @@ def test_a_scripted_module_is_refused_as_one():
     scripted = torch.jit.script(nn.Linear(4, 3))
     with pytest.raises(ModelError, match="found a ScriptModule, which cannot be cut at its layers"):
         trainer(scripted)
+
+
+def test_a_module_of_torch_export_is_refused_as_one():
+    """It was a NotImplementedError of torch: calling train() is not supported."""
+    exported = torch.export.export(nn.Linear(4, 3), (torch.zeros(2, 4),)).module()
+    with pytest.raises(ModelError, match=r"found one of torch\.export, which has one mode"):
+        trainer(exported)
