@@ -152,7 +152,7 @@ def in_order(x: object, form: Form) -> object:
 
 def one_row(x: object) -> object:
     """Returns the x of one row as a batch of one row."""
-    parts = [(name, torch.as_tensor(part)[None]) for name, part in _named(x)]
+    parts = [(name, as_tensor(part)[None]) for name, part in _named(x)]
     return dict(parts) if isinstance(x, Mapping) else tuple(part for _, part in parts)
 
 
@@ -175,11 +175,16 @@ def refuse_text(part: object, said: str, name: str | None) -> None:
         )
 
 
+def as_tensor(part: Any) -> torch.Tensor:
+    """Returns numbers as a tensor; an array is copied, into the machine's order of bytes, which torch asks for."""
+    return torch.as_tensor(np.array(part, part.dtype.newbyteorder("=")) if isinstance(part, np.ndarray) else part)
+
+
 def _tensor(part: Any, said: str, name: str | None) -> torch.Tensor:
     """Returns floats as float32, and other numbers in their type."""
     refuse_text(part, said, name)
     try:
-        tensor = torch.as_tensor(np.array(part) if isinstance(part, np.ndarray) else part).detach().cpu()
+        tensor = as_tensor(part).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         of = f" in {name}" if name else ""
         raise DataError(f"{said}: expected numbers of one shape{of}: {str(error).splitlines()[0]}") from None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpart.capture.inputs import Form, described, form_of, one_row, packed, some_rows, unpacked
+from seqpart.capture.inputs import Form, as_tensor, described, form_of, one_row, packed, some_rows, unpacked
 from seqpart.errors import DataError
 from seqpart.model.losses import LossFunction, LossName, loss_named
 
@@ -73,7 +73,7 @@ def as_labels(labels: Any, name: str) -> torch.Tensor:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nor is it written to
-            tensor = torch.as_tensor(np.asarray(labels) if not isinstance(labels, torch.Tensor) else labels).detach().cpu()
+            tensor = as_tensor(np.asarray(labels) if not isinstance(labels, torch.Tensor) else labels).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{name} labels: expected numbers of one shape for each row: {str(error).splitlines()[0]}") from None
     if tensor.is_complex():

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from seqpart.capture.inputs import is_several
+from seqpart.capture.inputs import as_tensor, is_several
 from seqpart.data.source import Source
 from seqpart.data.splits import Split, is_pair
 from seqpart.errors import DataError, OptionError
@@ -213,7 +213,7 @@ def _shape(part: Any) -> tuple[int, ...]:
 
 def _tensor(part: Any) -> torch.Tensor:
     # A copy: torch warns about read-only arrays.
-    return part if isinstance(part, torch.Tensor) else torch.as_tensor(np.array(part))
+    return part if isinstance(part, torch.Tensor) else as_tensor(np.asarray(part))
 
 
 def _unknown(key: Key, said: str) -> DataError:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpart.capture.inputs import PADS, described, is_several, refuse_text
+from seqpart.capture.inputs import PADS, as_tensor, described, is_several, refuse_text
 from seqpart.data.reader import Ints
 from seqpart.data.splits import Split, as_split, parted, unreadable, write_rows
 from seqpart.device.device import Device, keyed_seed
@@ -227,7 +227,7 @@ class SourceReader:
             if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
                 raise
             raise DataError(f"{said}: the collate_fn failed: {type(error).__name__}: {error}.") from error
-        x, y = (part if is_several(part) or hasattr(part, "shape") else torch.as_tensor(part) for part in parted(found, said))
+        x, y = (part if is_several(part) or hasattr(part, "shape") else as_tensor(part) for part in parted(found, said))
         count = len(next(iter(x.values())) if isinstance(x, Mapping) else x[0] if is_several(x) else x)
         if count != len(items):
             raise DataError(f"{said}: the collate_fn made {count} rows of {len(items)} items; expected one of each.")
@@ -257,7 +257,7 @@ def _together(parts: Sequence[Any]) -> Any:
         return torch.stack(list(parts))
     if isinstance(first, int | float | str | None):
         return torch.tensor(parts)
-    return torch.stack([torch.as_tensor(np.asarray(part)) for part in parts])
+    return torch.stack([as_tensor(np.asarray(part)) for part in parts])
 
 
 def _nbytes(x: Any) -> int:
@@ -310,5 +310,5 @@ class RowTaker:
 
 def kept_type(x: Any, like: Split) -> torch.dtype:
     """Returns the type in which rows are transferred that came as `x` and become `like` on the device."""
-    dtype = getattr(torch.as_tensor(x[:1]), "dtype", None) if not like.form else None
+    dtype = getattr(as_tensor(x[:1]), "dtype", None) if not like.form else None
     return dtype if dtype in _KEPT and like.dtype == torch.float32 else like.dtype

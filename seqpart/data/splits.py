@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
-from seqpart.capture.inputs import PADS, Form, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
+from seqpart.capture.inputs import PADS, Form, as_tensor, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
 from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
 from seqpart.errors import DataError
 from seqpart.model.losses import label_dtype
@@ -261,7 +261,7 @@ def _from_pair(x: Any, y: Any, name: str) -> Split:
         for start in range(0, len(labels), ROWS_AT_ONCE * step):
             rows = x[start : start + ROWS_AT_ONCE * step : step]
             # A copy: torch warns about read-only arrays, such as memory-mapped ones.
-            yield torch.as_tensor(rows if isinstance(rows, torch.Tensor) else np.array(rows))
+            yield as_tensor(rows if isinstance(rows, torch.Tensor) else np.asarray(rows))
 
     shape = tuple(int(n) for n in x.shape[1:])
     return Split(
@@ -391,7 +391,7 @@ def _item(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, 
         raise unreadable(name, items, index, error) from error
     try:
         x, y = parted(item, f"{name} data: item {index}")
-        return (packed(one_row(x), form, f"{name} data: item {index}")[0] if form else torch.as_tensor(x)), y
+        return (packed(one_row(x), form, f"{name} data: item {index}")[0] if form else as_tensor(x)), y
     except DataError:
         raise
     except Exception as error:
