@@ -392,7 +392,9 @@ def _first_difference(ones: Iterator[Step], others: Iterator[Step]) -> int | Non
 def _same(ones: Sequence[object], others: Sequence[object]) -> bool:
     """True if all tensors are equal. NaN equals NaN: a learning rate that is far too high is not checked here."""
     return all(
-        isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a.nan_to_num(), b.nan_to_num())
+        isinstance(a, torch.Tensor)
+        and isinstance(b, torch.Tensor)
+        and torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num())
         for a, b in zip(ones, others, strict=True)
     )
 

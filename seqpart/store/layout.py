@@ -23,7 +23,7 @@ from seqpart.schema import Whole, as_type, word_of
 from seqpart.text import parsed
 
 _CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.complex64: "C64", torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in _CODES.items()}

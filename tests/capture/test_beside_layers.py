@@ -2,11 +2,12 @@
 
 import copy
 import gc
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -338,6 +339,42 @@ def test_a_complex_value_may_wait_anywhere(options, tmp_path):
     torch.manual_seed(0)
     model = Spectral()
     same(plain(copy.deepcopy(model)), ours(model, tmp_path / "run", **options))
+
+
+class OfModes(nn.Module):
+    """A layer of a Fourier neural operator."""
+
+    def __init__(self, modes):
+        super().__init__()
+        self.weight, self.beside = nn.Parameter(torch.randn(8, 8, modes, dtype=torch.complex64) / 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        modes = torch.fft.rfft(x, dim=1)[:, : self.weight.shape[-1]]
+        there = torch.einsum("bkc,cdk->bkd", modes, self.weight)
+        return F.gelu(torch.fft.irfft(there, n=x.shape[1], dim=1) + self.beside(x))
+
+
+@pytest.mark.parametrize(
+    "options", [{"method": "full"}, {"clip_grad_norm": 0.1}, {"optimizer_on": "host", "ram_limit": "1GB"}], ids=str
+)
+@pytest.mark.few(1)
+def test_complex_weights_train_as_in_a_plain_loop(options, tmp_path):
+    """They were refused as a type that cannot be stored; safetensors stores it."""
+    torch.manual_seed(0)
+    layers = [nn.Unflatten(1, (8, 1)), nn.Linear(1, 8), OfModes(3), OfModes(5), nn.Flatten(), nn.Linear(64, 3)]
+    model, (x, y) = nn.Sequential(*layers), data()
+    expected = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(expected.parameters(), lr=1e-2)
+    for rows, labels in zip(x.split(BATCH), y.split(BATCH), strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(expected(rows), labels).backward()
+        if "clip_grad_norm" in options:
+            nn.utils.clip_grad_norm_(expected.parameters(), options["clip_grad_norm"])
+        optimizer.step()
+    adam = partial(torch.optim.Adam, lr=1e-2)
+    same(expected, ours(model, tmp_path / "run", optimizer=adam, **options))
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in expected.state_dict().items())
 
 
 def test_a_model_that_puts_a_hook_on_a_tensor_between_layers_is_one_block(tmp_path):

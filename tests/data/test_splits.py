@@ -412,7 +412,9 @@ def test_tokens_of_fewer_bits_are_told_to_be_given_as_64():
     Trainer(Words(), mem_limit="2GB", method="full", quiet=True).plan((x.long(), torch.arange(8) % 2))
 
 
-@pytest.mark.parametrize("change", [lambda a: a.astype(a.dtype.newbyteorder(">")), lambda a: a[::-1].copy()[::-1], np.asfortranarray])
+@pytest.mark.parametrize(
+    "change", [lambda a: a.astype(a.dtype.newbyteorder(">")), lambda a: a[::-1].copy()[::-1], np.asfortranarray]
+)
 @pytest.mark.parametrize("give", [lambda x: x, lambda x: {"x": x}], ids=["a pair", "a dict"])
 def test_arrays_of_any_byte_order_and_any_strides_are_the_rows_that_they_hold(change, give):
     """torch's own error said that byte orders are not supported, as of a file of FITS or the first MNIST."""
