@@ -20,7 +20,7 @@ from seqpart.checkpoint.resume import ResumePoint, refuse_unlike_ranks, resume_p
 from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
 from seqpart.data.reading import with_fewer_workers
-from seqpart.data.splits import Split, first_rows
+from seqpart.data.splits import Split, first_rows, in_type_of
 from seqpart.data.step_losses import StepLosses
 from seqpart.data.unlabelled import WithoutLabels, needs_labels
 from seqpart.device.limit import limit_of, translate_oom
@@ -189,7 +189,7 @@ class Trainer:
             asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
             rows, tests, self.settings = rows_of(train, test, asked, self._padding, labelled=self._labelled)
             self._asked = self.settings, asked
-            return rows, tests
+            return in_type_of(self.model, rows), in_type_of(self.model, tests)
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Planner], plan: Callable[[Planner], ExecutionPlan],
@@ -399,7 +399,7 @@ class Trainer:
 
         Raises what `fit` raises.
         """
-        split = rows_to_evaluate(data, self.settings, self._padding, labelled=self._labelled)
+        split = in_type_of(self.model, rows_to_evaluate(data, self.settings, self._padding, labelled=self._labelled))
         return self._evaluated(f"evaluation of {split.count} rows", split, weights, compute_metrics)
 
     def _evaluated(
@@ -464,7 +464,7 @@ class Trainer:
             resumed = None if at is None else resume_point_of(at, settings, session=True)
             kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
             padding = for_data(self._padding, (example,))
-            rows = largest_batch(example, settings, padding, labelled=self._labelled)
+            rows = in_type_of(self.model, largest_batch(example, settings, padding, labelled=self._labelled))
             if learns and asked.unfreeze is not None:
                 raise OptionError("--unfreeze: `learns` says what learns in each step of a session. Leave one of them out.")
             reached = {} if self._steps is None else self._steps.reached(self.model, rows, self.settings.autocast)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 import torch
 import xxhash
+from torch import nn
 from torch.utils.data import DataLoader
 
 from seqpart.capture.inputs import PADS, Form, as_tensor, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
@@ -221,6 +222,20 @@ def as_split(data: object, name: str) -> Split:
     if not prod(split.shape):
         raise DataError(f"{name} data: rows of shape {split.shape} hold no numbers.")
     return split
+
+
+def in_type_of(like: object, rows: Split) -> Split:
+    """Returns rows of one tensor of floats as float64 if all weights of a model are, or the rows `like`; else as they are.
+
+    Those of a loader or a stream stay float32, as which they are transferred, and such a model is refused."""
+    if isinstance(like, Split):
+        doubles = like.dtype == torch.float64
+    else:
+        parts = [part for part in (like if isinstance(like, list | tuple) else [like]) if isinstance(part, nn.Module)]
+        types = {one.dtype for part in parts for one in part.parameters() if one.is_floating_point()}
+        doubles = types == {torch.float64}
+    changes = doubles and rows.dtype == torch.float32 and not rows.form and rows.source is None
+    return replace(rows, dtype=torch.float64) if changes else rows
 
 
 def tested_on(data: object, train: Split) -> Split:

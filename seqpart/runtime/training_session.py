@@ -18,7 +18,7 @@ from seqpart.capture.inputs import PADS
 from seqpart.config import MOST, ON_CALL
 from seqpart.data.boundary_cache import FedRows
 from seqpart.data.padding import Padding
-from seqpart.data.splits import Split, said_of_labels, said_of_rows, write_rows
+from seqpart.data.splits import Split, in_type_of, said_of_labels, said_of_rows, write_rows
 from seqpart.device.device import Device
 from seqpart.device.sampler import Proof
 from seqpart.errors import DataError, ModelError, OptionError
@@ -195,6 +195,7 @@ class TrainingSession:
         the loss counted of them."""
         name, batch = self._turns.batch_of(given)
         split = batch_rows(batch, padding=self._padding, form=self._example.form, labelled=self._example.labelled)
+        split = in_type_of(self._example, split)
         self._refuse_unlike(split)
         if split.count > self._example.count:
             raise DataError(
@@ -253,7 +254,7 @@ class TrainingSession:
         """Returns loss and accuracy of the current model on `data`, as `Trainer.evaluate` does. Rows are kept: a loader is
         iterated once."""
         session = self._session
-        split = kept_rows(data, self._settings, self._padding, labelled=self._example.labelled)
+        split = in_type_of(self._example, kept_rows(data, self._settings, self._padding, labelled=self._example.labelled))
         self._refuse_unlike(split)
         with self._working():
             self._bring_home()

@@ -1,6 +1,8 @@
 """Whether a model can be trained at all: a frozen one was trained without a word, or ended in max() of an empty sequence; one
 of float64 was told what it multiplies, or to be cut into blocks."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -64,15 +66,15 @@ def test_the_command_refuses_it_too(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.few(1)
 def test_a_model_of_other_floats_than_its_rows_is_told_what_trains_it(dtype):
     """One of bfloat16 was told to be float32, and nothing of mixed precision."""
     said, cure = str(dtype).removeprefix("torch."), r"give model\.float\(\)"
-    mixed = {} if dtype == torch.float64 else {"dtype": "bf16"}
+    mixed = {"dtype": "bf16"}
     if dtype == torch.bfloat16:
         cure = r'give dtype="bf16", which casts rows as it computes, or model\.float\(\)'
-    elif mixed:
+    else:
         cure += ', and dtype="bf16"'
     for model in (blocks(), Whole()):
         with pytest.raises(BadInput, match=f"Its weights are {said} and its input is float32, .*: {cure}"):
@@ -81,6 +83,25 @@ def test_a_model_of_other_floats_than_its_rows_is_told_what_trains_it(dtype):
             assert trainer(model, **mixed).plan((X.double(), Y)).partitions
         assert trainer(model.float(), **mixed).plan((X.double(), Y)).partitions
     assert trainer(Whole()).plan((X.double(), Y)).partitions, "rows of float64 become float32"
+
+
+@pytest.mark.parametrize("method", ["full", "streamed"])
+def test_a_model_of_float64_takes_rows_of_float64(method, tmp_path):
+    """It was told to give model.float(): rows had become float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(X.shape[1], 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    expected, rows = copy.deepcopy(model), X.double() + 1e-9
+    optimizer = torch.optim.Adam(expected.parameters(), lr=1e-2, fused=True)
+    for x, y in zip(rows.split(8), Y.split(8), strict=True):
+        nn.functional.cross_entropy(expected(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    options = {"batch_size": 8, "micro_batch_size": 8, "epochs": 1, "lr": 1e-2, "shuffle": False, "optimizer": "adam"}
+    used = Trainer(model, mem_limit="2GB", method=method, quiet=True, output_dir=tmp_path / "run", **options)
+    found = used.fit((rows, Y), (rows, Y))
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert used.evaluate((rows, Y)).loss == found.test_loss
+    assert found.test_loss == pytest.approx(nn.functional.cross_entropy(expected(rows), Y).item(), rel=1e-12)
 
 
 def test_a_directory_to_go_on_from_that_is_not_there_is_named():
