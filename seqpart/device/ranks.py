@@ -180,11 +180,10 @@ class Group(Ranks):
             alike.setdefault(weight.dtype, []).append(_in_a_row(weight) if _is_dense(weight) else weight)
         with self._others_heard(), torch.no_grad():
             for pieces in (chunk for own in alike.values() for chunk in _chunks(own, 1, self.chunk)):
-                flat = (
-                    pieces[0]
-                    if len(pieces) == 1 and pieces[0].ndim == 1
-                    else torch.cat([piece.reshape(-1) for piece in pieces])
-                )
+                flat = pieces[0]
+                if len(pieces) > 1 or flat.ndim != 1:
+                    flat = self._memory(sum(piece.numel() for piece in pieces), flat.dtype)
+                    torch.cat([piece.reshape(-1) for piece in pieces], out=flat)
                 dist.broadcast(flat, owner, group=self._sums)
                 if flat is not pieces[0]:
                     _put_back(flat, pieces)
