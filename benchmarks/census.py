@@ -608,12 +608,12 @@ def run(asked: argparse.Namespace) -> None:
     number, of = map(int, asked.shard.split("/"))
     until = time.monotonic() + 60 * asked.minutes
     before = known()
-    of_library = {name: before.get((asked.library, name)) for name in names(asked.library)}
+    of_library = [(name, before.get((asked.library, name))) for name in names(asked.library)]
     if asked.again:
-        of_library = {
-            name: None for name, one in of_library.items() if one and one["outcome"] == "equal" and "killed" not in one
-        }
-    wanted = asked.only or [name for name, one in of_library.items() if one is None][number::of]
+        new = [name for name, one in of_library if one and one["outcome"] == "equal" and "killed" not in one]
+    else:
+        new = [name for name, one in of_library if one is None]
+    wanted = asked.only or new[number::of]
     for name in wanted:
         if time.monotonic() > until:
             break

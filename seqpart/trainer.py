@@ -189,7 +189,8 @@ class Trainer:
             asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
             rows, tests, self.settings = rows_of(train, test, asked, self._padding, labelled=self._labelled)
             self._asked = self.settings, asked
-            return in_type_of(self.model, rows), in_type_of(self.model, tests)
+            rows = in_type_of(self.model, rows)
+            return rows, in_type_of(rows, tests)
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Planner], plan: Callable[[Planner], ExecutionPlan],

@@ -180,7 +180,7 @@ def _in_mode(
             f"it does other things with {_OTHER_ROWS} rows than with {_ROWS}: the calls between its layers must not depend on "
             "the number of rows, nor on a random number that it draws"
         )
-        raise Inside(None, "", error.op.where, why) from None
+        raise Inside(why, error.op.where) from None
 
 
 def _without_draws(model: nn.Module) -> str:

@@ -93,7 +93,7 @@ def _refuse_unseen(op: Op, place: int, maker: Mapping[int, int]) -> None:
     they may be separate."""
     if len({n for n in (*op.changed, *(old for _, old in op.rebinds)) if maker.get(n, -1) < place}) > 1:
         why = "a tensor is changed in place that shares its memory with another, used later: change a copy (.clone())"
-        raise Inside(None, "", op.where, why)
+        raise Inside(why, op.where)
 
 
 class Cutter:
@@ -122,9 +122,9 @@ class Cutter:
         train, evaluate = _Cut.of(programs[0], only_training or ()), _Cut.of(programs[1])
         if only_training is None or [len(given) for given in train.gives] != [len(given) for given in evaluate.gives]:
             why = "it calls other modules when it trains than when it evaluates, or passes other tensors between them"
-            raise Inside(None, "", "", why)
+            raise Inside(why)
         if train.gives[-1] != [train.program.output]:
-            raise Inside(None, "", "", "it does not return what it computes last")
+            raise Inside("it does not return what it computes last")
         # A value has one number in each mode, and another one in the chain.
         numbers = {ROWS: ROWS} | {n: place for place, n in enumerate(itertools.chain(*train.gives), start=1)}
         theirs = {ROWS: ROWS} | dict(zip(itertools.chain(*evaluate.gives), itertools.chain(*train.gives), strict=True))

@@ -42,7 +42,7 @@ CONSTANTS = (
 class Inside(Exception):
     """An error while recording inside an opened module, which is not a block; None: the model."""
 
-    def __init__(self, module: nn.Module | None, path: str, where: str, why: str) -> None:
+    def __init__(self, why: str, where: str = "", module: nn.Module | None = None, path: str = "") -> None:
         super().__init__(why)
         self.module, self.path, self.where, self.why = module, path, where, why
 
@@ -255,7 +255,7 @@ class Recorder(TorchFunctionMode):
 
     def remembers(self, module: nn.Module, why: str) -> Inside:
         path = self._paths.get(module, "")
-        return Inside(module, path, f"{path or 'the model'} ({type(module).__name__})", why)
+        return Inside(why, f"{path or 'the model'} ({type(module).__name__})", module, path)
 
     def refuse_replaced_buffers(self, before: Mapping[nn.Module, Mapping[str, torch.Tensor | None]]) -> None:
         """Raises Inside if a forward outside of blocks assigned a new tensor to a buffer, which cannot be recorded."""
@@ -274,7 +274,7 @@ class Recorder(TorchFunctionMode):
             why = "it computes under torch.vmap, and calls in there cannot be recorded one by one"
         if isinstance(error, DynamicOutputShapeException):
             why = "it makes a shape of the values in a tensor (nonzero, a mask as an index), and a plan is made without values"
-        return Inside(module, self._paths.get(module, ""), where, f"{what}: {why}" if what else why)
+        return Inside(f"{what}: {why}" if what else why, where, module, self._paths.get(module, ""))
 
     def _line(self, frame: Any) -> str:
         """Returns path and type of the running module, with file and line of its code."""

@@ -180,13 +180,9 @@ class Group(Ranks):
             alike.setdefault(weight.dtype, []).append(_in_a_row(weight) if _is_dense(weight) else weight)
         with self._others_heard(), torch.no_grad():
             for pieces in (chunk for own in alike.values() for chunk in _chunks(own, 1, self.chunk)):
-                flat = pieces[0]
-                if len(pieces) > 1 or flat.ndim != 1:
-                    flat = self._memory(sum(piece.numel() for piece in pieces), flat.dtype)
-                    torch.cat([piece.reshape(-1) for piece in pieces], out=flat)
+                flat = self._in_one(pieces, sum(piece.numel() for piece in pieces), place=0)
                 dist.broadcast(flat, owner, group=self._sums)
-                if flat is not pieces[0]:
-                    _put_back(flat, pieces)
+                _put_back(flat, pieces)
         return sum(weight.nbytes for weight in weights) * (self.count - 1 if owner == self.number else 0)
 
     def add_up(self, parameters: Sequence[torch.nn.Parameter]) -> int:
@@ -215,14 +211,9 @@ class Group(Ranks):
         """Begins to replace a chunk of gradients by the sum of those of `ranks`: each rank adds up a part of it for all.
 
         Returns what ends it, and returns the bytes sent."""
-        count = sum(piece.numel() for piece in pieces)
-        each = -(-count // self.count)
-        in_place = len(pieces) == 1 and pieces[0].ndim == 1 and each * self.count == count
-        flat, received = (self._memory(each * self.count, pieces[0].dtype, place, use) for use in range(2))
-        if in_place:
-            flat = pieces[0]
-        else:
-            torch.cat([piece.reshape(-1) for piece in pieces], out=flat[:count])
+        each = -(-sum(piece.numel() for piece in pieces) // self.count)
+        flat = self._in_one(pieces, each * self.count, place)
+        received = self._memory(each * self.count, flat.dtype, place, 1)
         begun = cast(Any, dist).all_to_all_single(received, flat, group=self._sums, async_op=True)
 
         def finish() -> int:
@@ -234,13 +225,20 @@ class Group(Ranks):
             for part in parts:  # gathering them would take memory of gloo's own, which leaves holes in a kept heap
                 part.copy_(mine)
             dist.all_to_all_single(flat, received, group=self._sums)
-            if not in_place:
-                _put_back(flat[:count], pieces)
+            _put_back(flat, pieces)
             return 2 * (self.count - 1) * each * flat.element_size()
 
         return finish
 
-    def _memory(self, count: int, dtype: torch.dtype, place: int = 0, use: int = 0) -> torch.Tensor:
+    def _in_one(self, pieces: Sequence[torch.Tensor], count: int, place: int) -> torch.Tensor:
+        """Returns the numbers of the pieces in a row of `count`: the only piece itself, or memory of a chunk on its way."""
+        if len(pieces) == 1 and pieces[0].ndim == 1 and pieces[0].numel() == count:
+            return pieces[0]
+        flat = self._memory(count, pieces[0].dtype, place, 0)
+        torch.cat([piece.reshape(-1) for piece in pieces], out=flat[: sum(piece.numel() for piece in pieces)])
+        return flat
+
+    def _memory(self, count: int, dtype: torch.dtype, place: int, use: int) -> torch.Tensor:
         """Memory for a chunk on its way, the same each time."""
         nbytes = count * dtype.itemsize
         if nbytes > self.chunk:  # a gradient in another order than its weight, which is not cut
@@ -300,8 +298,11 @@ def _in_a_row(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _put_back(flat: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    """Copies numbers in a row back into the pieces that they came from."""
-    for piece, found in zip(pieces, torch.split(flat, [piece.numel() for piece in pieces]), strict=True):
+    """Copies numbers in a row, perhaps with more at its end, back into the pieces that they came from."""
+    if flat is pieces[0]:
+        return
+    sizes = [piece.numel() for piece in pieces]
+    for piece, found in zip(pieces, torch.split(flat[: sum(sizes)], sizes), strict=True):
         piece.copy_(found.view(piece.shape))
 
 

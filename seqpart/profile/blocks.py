@@ -27,9 +27,9 @@ from seqpart.profile.fake_mode import (
     FakeMode,
     LiveBytes,
     SameTypes,
-    Writes,
     asks_for_values,
     cast,
+    changes_of,
     eval_edits,
     quiet_log,
     quiet_random,
@@ -374,11 +374,9 @@ def _run_in_training(
     block: Block, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Runs a forward pass. Raises ModelError if it changes a parameter: such a change is lost when the partition leaves."""
-    changed = set[str]()
-    with Writes() as seen:
-        ys = run_fake(module, tensors, *xs, changed=changed)
+    ys, changed, _ = changes_of(module, tensors, xs)
     for name, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter) and (name in changed or tensor.untyped_storage()._cdata in seen.storages):
+        if isinstance(tensor, nn.Parameter) and name in changed:
             raise ModelError(
                 f"its forward pass changes parameter {block.exported(name)} (as Embedding(max_norm=...) does, peft's "
                 "target_parameters, and a moving average of weights), which only an optimizer may: recomputing the pass would "

@@ -270,16 +270,26 @@ class Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def changes_of(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor]
+) -> tuple[tuple[torch.Tensor, ...], set[str], set[int]]:  # fmt: skip
+    """Runs `module` on `xs` with `tensors` in place of its own. Returns (outputs, names of those of `tensors` that it changes
+    in whatever way, storages that it writes into)."""
+    changed = set[str]()
+    with Writes() as seen:
+        ys = run_fake(module, tensors, *xs, changed=changed)
+    changed |= {name for name, tensor in tensors.items() if tensor.untyped_storage()._cdata in seen.storages}
+    return ys, changed, seen.storages
+
+
 def _refuse_changes_of(
     names: Sequence[str], module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor]
 ) -> None:  # fmt: skip
     """Raises ModelError if a forward pass in training writes into buffers that the module also holds in attributes or lists."""
-    changed = set[str]()
     module.train()
-    with torch.no_grad(), Writes() as seen:
-        run_fake(module, tensors, *xs, changed=changed)
-    ways = [*beside(module), *(tensors[name] for name in names)]
-    if changed.intersection(names) or any(tensor.untyped_storage()._cdata in seen.storages for tensor in ways):
+    with torch.no_grad():
+        _, changed, storages = changes_of(module, tensors, xs)
+    if changed.intersection(names) or any(tensor.untyped_storage()._cdata in storages for tensor in beside(module)):
         raise ModelError(
             f"it changes its buffer {names[0]}, which it also holds in an attribute or a list, where old values would stay. "
             "Hold it under one name."
@@ -294,11 +304,10 @@ def eval_edits(block: Block, module: nn.Module, tensors: Mapping[str, torch.Tens
     buffers = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
     if not all(isinstance(tensor, FakeTensor) or not tensor.ndim for tensor in buffers.values()):
         return True
-    changed = set[str]()
     module.eval()
     try:
-        with torch.no_grad(), Writes() as seen:
-            run_fake(module, tensors, *xs, changed=changed)
+        with torch.no_grad():
+            _, changed, _ = changes_of(module, tensors, xs)
     except Exception:
         return False
-    return any(name in changed or t.untyped_storage()._cdata in seen.storages for name, t in buffers.items())
+    return not changed.isdisjoint(buffers)
