@@ -26,6 +26,12 @@ WARM_UP = 3
 """Updates that are not timed: first touches, state that is not at home yet."""
 SETTLED, SMALL = 120, 4 << 20
 RATE, SEED = 1e-4, 0
+STATES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"rounding": "stochastic", "moments_dtype": "bf16", "dtype": "bf16"},
+    "8bit": {"optimizer": "adamw8bit"},
+}
+"""Options of Trainer by what its state is kept in; a plain loop keeps float32."""
 RANK, RANKS = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
 
 
@@ -34,7 +40,7 @@ def blocks_of(arguments: argparse.Namespace) -> list[Any]:
 
     if arguments.network:
         return frontier_networks.blocks_of(arguments.network)
-    return streamed_networks.network(arguments.width, arguments.depth)
+    return streamed_networks.network(arguments.width, arguments.depth, halved=arguments.states == "bf16")
 
 
 def rows(network: str, count: int) -> tuple[Any, Any]:
@@ -148,7 +154,7 @@ def streamed(arguments: argparse.Namespace) -> dict[str, Any]:
             mem_limit=arguments.limit, method=arguments.method, epochs=1,
             batch_size=arguments.batch * RANKS, lr=RATE, seed=SEED, shuffle=False,
             output_dir=Path(folder) / "run", save_every="never",
-            **options,
+            **options, **STATES[arguments.states],
         )  # fmt: skip
         result = trainer.fit((x, y), (x[:256], y[:256]), reporter=watch)
         simulated = simulate(trainer, (x, y), (x[:256], y[:256]), result.plan) if RANKS > 1 else {}
@@ -263,6 +269,7 @@ def main() -> None:
     parser.add_argument("--segments", type=int)
     parser.add_argument("--method", default="streamed")
     parser.add_argument("--any-micro-batch", action="store_true")
+    parser.add_argument("--states", choices=STATES, default="fp32", help="weights and moments of `streamed`")
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()

@@ -25,10 +25,14 @@ def _first(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(64, width), nn.LayerNorm(width), nn.ReLU())
 
 
-def network(width: int, depth: int = DEPTH) -> list[Callable[[], nn.Module]]:
-    """Linear(64, W) + LayerNorm + ReLU, `depth` residual blocks, Linear(W, 10)."""
-    return [
-        functools.partial(_first, width),
-        *[functools.partial(Residual, width)] * depth,
-        functools.partial(nn.Linear, width, CLASSES),
-    ]
+def _in_16_bits(block: Callable[[], nn.Module]) -> nn.Module:
+    return block().bfloat16()
+
+
+def network(width: int, depth: int = DEPTH, *, halved: bool = False) -> list[Callable[[], nn.Module]]:
+    """Linear(64, W) + LayerNorm + ReLU, `depth` residual blocks, Linear(W, 10). halved: of bfloat16."""
+    residual: Callable[[], nn.Module] = functools.partial(Residual, width)
+    first, last = functools.partial(_first, width), functools.partial(nn.Linear, width, CLASSES)
+    if halved:
+        first, residual, last = (functools.partial(_in_16_bits, block) for block in (first, residual, last))
+    return [first, *[residual] * depth, last]

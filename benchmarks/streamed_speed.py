@@ -8,6 +8,8 @@ S, L      the two residual MLPs: per update, streamed from disk / plain loop / t
 disk      S at batch 32, where the disk is the larger term
 smallest  the least limit at which S and L train at all, as the refusal names it, and a run a little above it
 depth     time per update and peak of 4 to 64 partitions of one block each, at one limit
+states    S with Adam's state and weights in bfloat16 against float32 at batch 32, where the disk is the longer, and with
+          adamw8bit at 600 MB against the plain loop at batch 256
 
 Every arm runs in a process of its own (benchmarks/streamed_arm.py), the arms of a round one after the other; reported are
 medians over all updates of all rounds, and ratios of arms of the same round. Results: benchmarks/results/streamed_speed-*.json
@@ -26,7 +28,7 @@ from benchmarks.record import load, save
 from benchmarks.streamed_arm import run_arm
 from benchmarks.streamed_networks import BATCH, DEPTH, WIDTHS
 
-PARTS = ("S", "L", "disk", "smallest", "depth")
+PARTS = ("S", "L", "disk", "smallest", "depth", "states")
 ARMS = ("plain", "streamed", "compute", "io")
 
 
@@ -39,6 +41,7 @@ class Sizes:
     updates: Mapping[str, int] = field(default_factory=lambda: {"S": 13, "L": 8, "disk": 13})
     small: Mapping[str, str] = field(default_factory=lambda: {"S": "440MB", "L": "700MB"})
     """A little above the least limit."""
+    tight: str = "600MB"
     depths: Sequence[int] = (4, 8, 16, 32, 64)
     depth_width: int = 1024
     depth_limit: str = "420MB"
@@ -46,7 +49,8 @@ class Sizes:
 
 QUICK = Sizes(
     widths={"S": 64, "L": 3072}, depth=2, batch=16, limits=dict.fromkeys(("S", "L", "disk"), "1GB"),
-    updates=dict.fromkeys(("S", "L", "disk"), 5), small={"L": "700MB"}, depths=(4,), depth_width=64, depth_limit="1GB",
+    updates=dict.fromkeys(("S", "L", "disk"), 5), small={"L": "700MB"}, tight="1GB",
+    depths=(4,), depth_width=64, depth_limit="1GB",
 )  # fmt: skip
 
 
@@ -122,6 +126,33 @@ def depth(_: str, rounds: int, sizes: Sizes) -> dict[str, Any]:
     return found
 
 
+def states(_: str, rounds: int, sizes: Sizes) -> dict[str, Any]:
+    """Smaller states: arms of a round one after the other, the median ratio of rounds."""
+    shape = ["--width", sizes.widths["S"], "--depth", sizes.depth, "--updates", sizes.updates["disk"]]
+    small, large = ["--batch", min(32, sizes.batch)], ["--batch", sizes.batch, "--method", "auto"]
+    of_disk, tight = ["--limit", sizes.limits["disk"]], ["--limit", sizes.tight]
+    arms: dict[str, list[Any]] = {
+        "fp32 at batch 32": ["streamed", *small, *of_disk],
+        "bf16 at batch 32": ["streamed", *small, *of_disk, "--states", "bf16"],
+        "plain": ["plain", *large],
+        "fp32": ["streamed", *large, *tight],
+        "8bit": ["streamed", *large, *tight, "--states", "8bit"],
+    }
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, (kind, *options) in arms.items():
+            runs[name].append(arm(kind, *shape, *options))
+            print(
+                f"  {name:17s}{runs[name][-1]['median']:7.3f} s per update, peak {runs[name][-1]['peak'] / 1e6:.0f} MB",
+                flush=True,
+            )
+    found = {}
+    for name, other in ("bf16 at batch 32", "fp32 at batch 32"), ("8bit", "plain"), ("fp32", "plain"):
+        found[name] = median(one["median"] / two["median"] for one, two in zip(runs[name], runs[other], strict=True))
+        print(f"  {name}: {found[name]:.2f} x {other}")
+    return {"ratios": found, "runs": runs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=PARTS, help=f"of {', '.join(PARTS)}")
@@ -132,7 +163,7 @@ def main() -> None:
     global FOLDER
     FOLDER = arguments.folder
     rounds, sizes = (1, QUICK) if arguments.quick else (arguments.rounds, Sizes())
-    work = {"S": speed, "L": speed, "disk": speed, "smallest": smallest, "depth": depth}
+    work = {"S": speed, "L": speed, "disk": speed, "smallest": smallest, "depth": depth, "states": states}
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"unknown parts {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
     with quick.places(arguments.quick):

@@ -19,7 +19,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import CorruptFile, OptionError
-from seqpart.model.named_optimizers import NAMES, OF_BITSANDBYTES, OF_TORCH, SLICE, is_spared, named_build
+from seqpart.model.named_optimizers import NAMES, OF_BITSANDBYTES, OF_TORCH, is_spared, named_build, room_of_slices
 from seqpart.model.optimizer_state import TEXT, AtHome, NoHomeError, Several, empty_allowed, parts_of
 from seqpart.model.optimizer_trials import (
     Build,
@@ -63,8 +63,6 @@ class Optimizer:
     """True for an optimizer of torch chosen by name, which needs no trial steps that show whether its state is complete."""
     named: bool = False
     """True if the function takes pairs (name, parameter)."""
-    slice: int | None = None
-    """Numbers that a step updates at once, if it does so on slices of parameters."""
     is_schedule_free: bool = False
     """True if its `eval()` makes other weights than those that are trained: a result of their own, tested at the end."""
     moments: torch.dtype | None = None
@@ -81,7 +79,7 @@ class Optimizer:
         """Bytes that a step takes beside the state. largest: bytes of the largest parameter."""
         if self.moments is not None:
             return (0 if self.in_slices else 2 * largest * (2 + self.temporaries)) + min(ROOM, 20 * largest)
-        return self.temporaries * (largest if self.slice is None else min(largest, 4 * self.slice))
+        return room_of_slices(largest) if self.name in OF_BITSANDBYTES else self.temporaries * largest
 
     @functools.cached_property
     def in_slices(self) -> bool:
@@ -260,7 +258,7 @@ def choose(
         raise OptionError(f"--momentum goes with --optimizer sgd; {name} keeps moments of its own.")
     build: Build = named_build(name, lr=lr, weight_decay=weight_decay, momentum=momentum, no_decay=no_decay)
     found = describe(name, build, is_known=name in OF_TORCH)
-    found = replace(found, slice=SLICE if name in OF_BITSANDBYTES else None, is_schedule_free=name == "schedulefree")
+    found = replace(found, is_schedule_free=name == "schedulefree")
     return found if found.named else replace(found, found=_found_of(name, bool(momentum)))
 
 

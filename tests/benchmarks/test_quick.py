@@ -17,6 +17,7 @@ SAID = {
     "prediction architectures": "1 of 1 within +5 % and -1 %, limit kept by 1",
     "streamed_speed S": "of max(compute, io)",
     "streamed_speed smallest": "L would train at",
+    "streamed_speed states": "8bit: ",
     "frontier": "right end: ",
     "small_jobs epochs": "epoch of right: ",
     "small_jobs start": "start of --dry-run",

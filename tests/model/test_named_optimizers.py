@@ -13,7 +13,7 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import Interrupted, OptionError
-from seqpart.model.named_optimizers import SLICE, _Nearest, _values
+from seqpart.model.named_optimizers import SLICE, _Nearest, _Rooms, _values
 from seqpart.model.optimizers import choose
 from seqpart.store.layout import spec_of
 from tests.resuming import interrupt
@@ -126,7 +126,7 @@ def test_the_state_of_small_parameters_is_not_in_8_bits():
 def test_a_step_takes_memory_for_a_slice_and_not_for_the_parameter():
     for name in ("lion", "adamw8bit", "lion8bit"):
         choice = choose(name, lr=1e-3)
-        assert 2 * 4 * SLICE <= choice.step_room(1 << 30) <= 8 * 4 * SLICE
+        assert 2 * 4 * SLICE <= choice.step_room(1 << 30) <= 4 * 8 * 4 * SLICE
         assert choice.step_room(400) <= 8 * 400
 
 
@@ -229,7 +229,9 @@ def test_the_values_of_8_bits_are_the_library_s(signed):
 def test_the_nearest_value_is_found(numbers, signed):
     values = torch.tensor(_values(signed=signed))
     given = torch.tensor(numbers) if signed else torch.tensor(numbers).abs()
-    assert torch.equal(_Nearest(values)(given), torch.bucketize(given, (values[1:] + values[:-1]) / 2).to(torch.uint8))
+    assert torch.equal(
+        _Nearest(values)(given, _Rooms(len(given))), torch.bucketize(given, (values[1:] + values[:-1]) / 2).to(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw8bit"])
