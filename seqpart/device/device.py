@@ -232,17 +232,20 @@ def keyed_seed(*key: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def random_words(places: torch.Tensor, key: int) -> torch.Tensor:
-    """Turns places, int64, into the random words of 64 bits at these places of the sequence `key` (SplitMix64)."""
+def random_words(places: torch.Tensor, key: int, room: torch.Tensor | None = None) -> torch.Tensor:
+    """Turns places, int64, into the random words of 64 bits at these places of the sequence `key` (SplitMix64).
+
+    room: memory of as many numbers to work in.
+    """
     places.mul_(_STEP).add_(key)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        places.bitwise_xor_(shifted(places, shift)).mul_(factor)
-    return places.bitwise_xor_(shifted(places, 31))
+        places.bitwise_xor_(shifted(places, shift, room)).mul_(factor)
+    return places.bitwise_xor_(shifted(places, 31, room))
 
 
-def shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """Returns a logical right shift, which fills with zeros; torch's own shift fills with the sign."""
-    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
+def shifted(bits: torch.Tensor, by: int, room: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns a logical right shift, in `room`, which fills with zeros; torch's own shift fills with the sign."""
+    return torch.bitwise_right_shift(bits, by, out=room).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def host_memory_free() -> int:

@@ -1,9 +1,7 @@
 """Optimizers that the command knows by name: how each is built, of torch, of a library that is imported only then, or here."""
 
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import cache
 from math import sqrt
@@ -15,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from seqpart.errors import OptionError
+from seqpart.model.slices import SLICE, share_slices
 
 OptimizerName = Literal["adam", "adamw", "sgd", "adafactor", "lion", "muon", "schedulefree", "adamw8bit", "lion8bit"]
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
@@ -31,8 +30,10 @@ OF_BITSANDBYTES = {"lion": ("Lion", 1, False), "adamw8bit": ("AdamW8bit", 2, Tru
 """Class of bitsandbytes, its moments, and whether they have 8 bits."""
 NEED_WHOLE = ("adafactor", "muon", "adamw8bit", "lion8bit")
 """Optimizers whose step depends on a weight as a whole, or on where its blocks of numbers begin."""
-SLICE, _BLOCK, _SMALLEST = 1 << 17, 256, 4096
-"""Numbers of a parameter that a thread updates at once on a CPU; that have one scale; and that have moments of 8 bits."""
+_BLOCK, _SMALLEST = 256, 4096
+"""Numbers of a parameter that have one scale; and that have moments of 8 bits."""
+ROOM_IN_8_BITS = 24
+"""Most bytes that a step of OF_BITSANDBYTES takes on a CPU for each number in slices."""
 _NOT_HIDDEN = ("*embed*", "*wte*", "*wpe*", "*head*")
 """Names of matrices that Muon's author leaves to AdamW: the first and the last."""
 FAR_END, TO_AVERAGE = "z", 1 - 1 / 0.9
@@ -118,15 +119,6 @@ def _missing(name: str, library: str) -> OptionError:
     return OptionError(f"--optimizer {name} is of {library}, which is not installed: pip install 'seqpart[lowbit]'.")
 
 
-def _threads() -> int:
-    return min(4, torch.get_num_threads())  # Python's lock lets no more of them work
-
-
-def room_of_slices(largest: int) -> int:
-    """Bytes that a step of OF_BITSANDBYTES takes on a CPU. largest: bytes of the largest parameter."""
-    return min(6 * largest, 24 * SLICE * _threads())
-
-
 def _of_bitsandbytes(name: str) -> Callable[..., torch.optim.Optimizer]:
     """Returns a function that builds bitsandbytes' optimizer on a GPU, and one with the same state on a CPU."""
     kind, moments, is_in_8_bits = OF_BITSANDBYTES[name]
@@ -183,18 +175,12 @@ class InBlocks(torch.optim.Optimizer):
         moments = [_Moment(state, number + 1) for number in range(self._moments)]
         values = parameter.detach().contiguous()
         pieces = [torch.split(whole.reshape(-1), SLICE) for whole in (values, gradient)]
-        before = torch.get_num_threads()
-        threads = min(_threads(), len(pieces[0]))
 
-        rooms = [_Rooms(len(pieces[0][0])) for _ in range(threads)]
+        def work(rooms: _Rooms, starts: Iterable[int]) -> None:
+            for place in (start // SLICE for start in starts):
+                _step(pieces[0][place], pieces[1][place].float(), moments, place, state["step"], group, rooms)
 
-        def work(thread: int) -> None:
-            for place in range(thread, len(pieces[0]), threads):
-                _step(pieces[0][place], pieces[1][place].float(), moments, place, state["step"], group, rooms[thread])
-
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            deque(pool.map(work, range(threads)), maxlen=0)
-        torch.set_num_threads(before)  # a thread that begins takes the last that any thread set
+        share_slices(values.numel(), values.device, _Rooms, work)
         if not parameter.is_contiguous():
             parameter.copy_(values)
 

@@ -19,7 +19,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import CorruptFile, OptionError
-from seqpart.model.named_optimizers import NAMES, OF_BITSANDBYTES, OF_TORCH, is_spared, named_build, room_of_slices
+from seqpart.model.named_optimizers import NAMES, OF_BITSANDBYTES, OF_TORCH, ROOM_IN_8_BITS, is_spared, named_build
 from seqpart.model.optimizer_state import TEXT, AtHome, NoHomeError, Several, empty_allowed, parts_of
 from seqpart.model.optimizer_trials import (
     Build,
@@ -32,8 +32,9 @@ from seqpart.model.optimizer_trials import (
     looks_at_whole,
     temporaries,
 )
-from seqpart.model.rounding import NARROW, ROOM, RoundingSteps, average_into
+from seqpart.model.rounding import NARROW, ROOM_TO_ROUND, RoundingSteps, average_into
 from seqpart.model.scheduler import Groups, Scheduler, SchedulerFactory, note_rates, tune
+from seqpart.model.slices import room_of_slices
 from seqpart.store.layout import Layout, TensorSpec, spec_of
 
 AVERAGE = "average"
@@ -78,8 +79,9 @@ class Optimizer:
     def step_room(self, largest: int) -> int:
         """Bytes that a step takes beside the state. largest: bytes of the largest parameter."""
         if self.moments is not None:
-            return (0 if self.in_slices else 2 * largest * (2 + self.temporaries)) + min(ROOM, 20 * largest)
-        return room_of_slices(largest) if self.name in OF_BITSANDBYTES else self.temporaries * largest
+            whole = 0 if self.in_slices else 2 * largest * (2 + self.temporaries)
+            return whole + room_of_slices(ROOM_TO_ROUND, largest // NARROW.itemsize)
+        return room_of_slices(ROOM_IN_8_BITS, largest // 4) if self.name in OF_BITSANDBYTES else self.temporaries * largest
 
     @functools.cached_property
     def in_slices(self) -> bool:

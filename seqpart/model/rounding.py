@@ -6,7 +6,9 @@ that depend on their place alone (run seed, stage, update, parameter, number in 
 order of steps round alike.
 """
 
-from collections.abc import Mapping
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,39 +17,74 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from seqpart.device.device import keyed_seed, random_words
 from seqpart.model.optimizer_state import Several
+from seqpart.model.slices import SLICE, share_slices
 
 NARROW = torch.bfloat16
-SLICE = 1 << 18
-"""Numbers that are rounded at once, and updated at once where a step depends on each number alone."""
-ROOM = 40 * SLICE
-"""Bytes that work on a slice takes."""
+ROOM_TO_ROUND = 36
+"""Most bytes that a step takes for each number in slices."""
 _ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _COUNT = "step"
 """The tensor in the state of these that is no moment."""
 Key = tuple[int | str, ...]
 
 
-def round_into(narrow: torch.Tensor, values: torch.Tensor, *key: int | str, first: int = 0) -> None:
+class Room:
+    """Memory for work on a slice of `size` numbers, with room for `others` tensors of it in float32."""
+
+    def __init__(self, size: int, device: torch.device, others: int = 0) -> None:
+        self._words = torch.empty(2, -(-size // 4), dtype=torch.int64, device=device)
+        self._numbers = torch.empty(size, dtype=torch.int32, device=device)
+        self._others = torch.empty(others, size, device=device)
+
+    def random(self, first: int, count: int, base: int) -> torch.Tensor:
+        """Returns `count` random numbers of 16 bits, as int32, from place `first` of the sequence `base`."""
+        words, other = self._words[:, : -(-count // 4)]
+        torch.arange(first // 4, first // 4 + len(words), out=words)
+        numbers = self._numbers[:count].copy_(random_words(words, base, other).view(torch.int16)[:count])
+        return numbers.bitwise_and_(0xFFFF)
+
+    def widened(self, narrow: torch.Tensor, other: int) -> torch.Tensor:
+        """Returns the numbers of `narrow`, flat, in float32, in the memory of number `other` if they are not."""
+        return narrow if narrow.dtype is torch.float32 else self._others[other, : len(narrow)].copy_(narrow)
+
+
+def round_into(
+    narrow: torch.Tensor, values: torch.Tensor, *key: int | str, first: int = 0, room: Room | None = None
+) -> None:  # fmt: skip
     """Rounds `values`, float32, stochastically into `narrow`, bfloat16, both flat. first: number of the first in its parameter,
     a multiple of 4.
 
     A number between two of bfloat16 becomes the upper one with a probability of its distance from the lower one in units of
     theirs, to 16 bits. What is not finite becomes NaN.
     """
+    if isinstance(narrow, FakeTensor):
+        return
     base = keyed_seed(*key)
-    for start in range(0, 0 if isinstance(narrow, FakeTensor) else len(narrow), SLICE):
-        piece = values[start : start + SLICE]
-        words = torch.arange((first + start) // 4, (first + start + len(piece) + 3) // 4, device=piece.device)
-        bits = random_words(words, base).view(torch.int16)[: len(piece)].to(torch.int32).bitwise_and_(0xFFFF)
-        sums = bits.add_(piece.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32)
-        narrow[start : start + SLICE].copy_(sums.add_(piece, alpha=0))  # NaN stays NaN, whatever its bits
+
+    def work(room: Room, starts: Iterable[int]) -> None:
+        for start in starts:
+            piece = values[start : start + SLICE]
+            bits = room.random(first + start, len(piece), base)
+            sums = bits.add_(piece.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32)
+            narrow[start : start + SLICE].copy_(sums.add_(piece, alpha=0))  # NaN stays NaN, whatever its bits
+
+    if room is not None:
+        work(room, range(0, len(narrow), SLICE))
+    else:
+        share_slices(len(narrow), narrow.device, lambda size: Room(size, narrow.device), work)
 
 
 def average_into(average: torch.Tensor, weights: torch.Tensor, share: float, *key: int | str) -> None:
     """Moves `average` by `share` of its way to `weights`, both bfloat16, rounded stochastically."""
-    pieces = zip(torch.split(_flat(average), SLICE), torch.split(_flat(weights, like=average), SLICE), strict=True)
-    for number, (one, other) in enumerate(pieces):
-        round_into(one, one.float().lerp_(other.float(), share), *key, first=number * SLICE)
+    into, given = _flat(average), _flat(weights, like=average)
+
+    def work(room: Room, starts: Iterable[int]) -> None:
+        for start in starts:
+            here = slice(start, start + SLICE)
+            moved = room.widened(into[here], 0).lerp_(room.widened(given[here], 1), share)
+            round_into(into[here], moved, *key, first=start, room=room)
+
+    share_slices(len(into), into.device, lambda size: Room(size, into.device, 2), work)
 
 
 class RoundingSteps(Several):
@@ -101,29 +138,48 @@ class RoundingSteps(Several):
 
     def _update_in_slices(self, parameter: nn.Parameter, values: torch.Tensor, slope: torch.Tensor, key: Key) -> None:
         (inner,), weights, slopes = self.optimizers, _flat(values), _flat(slope, like=values)
-        kept, counted, size = inner.state.pop(parameter, {}), None, len(weights) if isinstance(weights, FakeTensor) else SLICE
+        (group,) = (group for group in inner.param_groups if any(one is parameter for one in group["params"]))
+
+        def of_a_slice() -> tuple[torch.optim.Optimizer, nn.Parameter]:
+            steps, piece = copy.copy(inner), nn.Parameter(weights[:0].float())
+            steps.state, steps.param_groups, piece.grad = defaultdict(dict), [{**group, "params": [piece]}], slopes[:0].float()
+            return steps, piece
+
+        kept, counts = inner.state.pop(parameter, {}), list[torch.Tensor]()
         begun = bool(kept)
-        for start in range(0, len(weights), max(1, size)):
-            here = slice(start, start + size)
-            given = {name: one.clone() if name == _COUNT else _flat(one)[here].float() for name, one in kept.items() if begun}
-            if begun:
-                inner.state[parameter] = dict(given)
-            parameter.grad, parameter.data = None, weights[here].float()
-            parameter.grad = slopes[here].float()
-            inner.step()
-            made = inner.state.pop(parameter, {})
-            counted = made.pop(_COUNT, None)
-            if not kept:
-                kept = {name: torch.zeros_like(values, dtype=self._step_moments) for name in made}
-                kept |= {} if counted is None else {_COUNT: counted.clone()}
-            for name, one in made.items():
-                if self._step_moments is NARROW:
-                    round_into(_flat(kept[name])[here], one, *key, name, first=start)
-                elif one is not given.get(name):
-                    _flat(kept[name])[here].copy_(one)
-            round_into(weights[here], parameter.data, *key, first=start)
-        if counted is not None:
-            kept[_COUNT].copy_(counted)
+        if not begun:  # what an optimizer keeps, it says with its first step
+            steps, piece = of_a_slice()
+            steps.step()
+            kept = {
+                name: one.clone() if name == _COUNT else torch.zeros_like(values, dtype=self._step_moments)
+                for name, one in steps.state[piece].items()
+            }  # fmt: skip
+
+        def work(room: Room, starts: Iterable[int]) -> None:
+            steps, piece = of_a_slice()
+            for start in starts:
+                here = slice(start, start + SLICE)
+                given = {
+                    name: one.clone() if name == _COUNT else room.widened(_flat(one)[here], number)
+                    for number, (name, one) in enumerate(kept.items(), 2) if begun
+                }  # fmt: skip
+                steps.state = defaultdict(dict, {piece: dict(given)} if begun else {})
+                piece.grad, piece.data = None, room.widened(weights[here], 0)
+                piece.grad = room.widened(slopes[here], 1)
+                steps.step()
+                for name, one in steps.state[piece].items():
+                    if name == _COUNT:
+                        counts[:] = [one]
+                    elif self._step_moments is NARROW:
+                        round_into(_flat(kept[name])[here], one, *key, name, first=start, room=room)
+                    elif one is not given.get(name):
+                        _flat(kept[name])[here].copy_(one)
+                round_into(weights[here], piece.data, *key, first=start, room=room)
+
+        if not isinstance(values, FakeTensor):
+            share_slices(len(weights), values.device, lambda size: Room(size, values.device, 2 + len(kept)), work)
+        if counts:
+            kept[_COUNT].copy_(counts[0])
         if kept:
             inner.state[parameter] = kept
 

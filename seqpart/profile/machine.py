@@ -14,6 +14,7 @@ from seqpart.device.compiler import take_step
 from seqpart.device.device import DOWN, UP, Device
 from seqpart.device.limit import measure_runtime
 from seqpart.model.optimizers import Optimizer
+from seqpart.model.rounding import NARROW
 from seqpart.profile.partition import PartitionCost
 from seqpart.store.direct import probe_disk
 
@@ -90,7 +91,7 @@ def measure_speeds(
 
 def _steps(device: Device, optimizer: Optimizer, weight: torch.Tensor) -> float:
     """Measures parameters per second of an optimizer step on `weight`, where that lies."""
-    parameter = torch.nn.Parameter(weight)
+    parameter = torch.nn.Parameter(weight.to(NARROW) if optimizer.moments is not None else weight)
     parameter.grad = torch.ones_like(parameter)
     steps = optimizer.build([parameter])
 
