@@ -108,6 +108,11 @@ class Block:
         """Name in the store of its gradients, while they wait for their norm."""
         return f"{self.home}.gradients"
 
+    @property
+    def narrow_home(self) -> str:
+        """Name in the store of copies of its weights in 16 bits, beside optimizer steps on the host."""
+        return f"{self.home}.narrow"
+
     def fake(self, mode: FakeTensorMode) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         """Returns the module, and its parameters and buffers by name as fake tensors: shapes without memory."""
         if self.alive is not None:

@@ -95,6 +95,10 @@ class ExecutionPlan:
             for block, cost, state in zip(blocks, costs, state_layouts(blocks, costs, optimizer), strict=True):
                 homes |= {block.home: cost.layout.nbytes} | ({block.state_home: state.nbytes} if state.specs else {})
                 homes |= {block.gradient_home: cost.gradient_layout.nbytes} if waits and cost.gradients else {}
+        for p in sorted(self.places.narrow):
+            part = self.plan.partitions[p]
+            for block, cost in zip(self.chain[part.first : part.last], self.costs[part.first : part.last], strict=True):
+                homes |= {block.narrow_home: cost.narrow.nbytes} if cost.narrow.specs else {}
         return homes
 
 

@@ -111,7 +111,7 @@ def predict(
         places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
     resources = replace(
         resources, label_row=problem.label_row, borrows=not method.stays, at_host=places.homes,
-        host_steps=places.steps - resources.weights_stay,
+        host_steps=places.steps - resources.weights_stay, narrow=places.narrow - resources.weights_stay,
         graphs_at_host=wanted,
         gradients_room=problem.defers_updates and len(parts) > 1 and not method.stays,
         graph_buffers=graph_buffer_bytes(costs, offloads - wanted if problem.machine.host_counts else offloads),
@@ -368,7 +368,8 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
             up, down = (speeds.up, speeds.down) if near else (speeds.read, speeds.write)
             whole = cost.slot + (cost.gradients if problem.defers_updates else 0)
             if steps_at_host := p in candidate.resources.host_steps:  # new weights come in any case, and state never does
-                whole, read, written = whole - cost.state_slot, (visits - 1) * cost.weights, 0
+                halved = cost.narrow if p in candidate.resources.narrow else 0
+                whole, read, written = whole - cost.state_slot, (visits - 1) * (cost.weights - halved), 0
             found.append(Option(p, Kind.STAY, whole, 0.0, read / up + written / down))
             if cost.state and not steps_at_host:  # else its weights are all of it
                 of_weights = visits * cost.weights / up + cost.rewritten / down

@@ -370,6 +370,8 @@ class HostPlaces(NamedTuple):
     """Partitions whose optimizer step is computed on the host: their homes are in the pool, and room for gradients."""
     gradient_room: int = 0
     """Bytes of each of the two pieces of the pool through which gradients come to these steps."""
+    narrow: frozenset[int] = frozenset()
+    """Partitions of `steps` with room in the pool for copies of their weights in 16 bits."""
 
 
 def host_places(
@@ -398,15 +400,20 @@ def host_places(
         # On the CPU gradients are used where they are.
         through = 0 if problem.machine.host_counts else max((parts[p][2].waiting for p in may_step), default=0)
         rooms = [[round_up(through)] * GRADIENT_ROOMS] * bool(through)
-        groups = [*graphs.values(), *rooms, *placed]
+        halved = [p for p in may_step if parts[p][2].narrow and not problem.machine.host_counts]
+        copies = [
+            [round_up(cost.narrow.nbytes) for cost in costs[parts[p][0] : parts[p][1]] if cost.narrow.specs] for p in halved
+        ]
+        groups = [*graphs.values(), *rooms, *placed, *copies]
         need = sum(map(sum, groups)) + rows
         budget = max(0, problem.machine.host_budget - boundaries)
         nbytes, fit = pieces_for(need, groups, budget, powers_of_two=not problem.machine.host_counts)
         held = frozenset(p for number, p in enumerate(graphs) if number in fit)
         first = len(graphs) + len(rooms)
-        at_host = frozenset(number - first for number in fit if number >= first)
+        at_host = frozenset(number - first for number in fit if first <= number < first + len(placed))
         steps = at_host.intersection(may_step) if not rooms or len(graphs) in fit else frozenset[int]()
-        problem.placed[key] = HostPlaces(nbytes, at_host, held, steps, round_up(through) if steps else 0)
+        narrow = steps.intersection(p for number, p in enumerate(halved, first + len(placed)) if number in fit)
+        problem.placed[key] = HostPlaces(nbytes, at_host, held, steps, round_up(through) if steps else 0, narrow)
     return problem.placed[key]
 
 

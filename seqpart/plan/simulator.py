@@ -182,6 +182,8 @@ class Resources:
     """Partitions whose homes are in host memory, and come and go by the device's link instead of the disk."""
     host_steps: frozenset[int] = frozenset()
     """Partitions of `at_host` whose optimizer step is computed on the host."""
+    narrow: frozenset[int] = frozenset()
+    """Partitions of `host_steps` whose weights come in 16 bits where these give the same results."""
     graphs_at_host: frozenset[int] = frozenset()
     """Partitions whose graphs are offloaded to host memory; other offloaded graphs go to the disk."""
     graph_buffers: int = 0
@@ -271,8 +273,8 @@ class Simulator:
         if step.partition in self._stale and step.verb is not Verb.UPDATE:
             self._stale.discard(step.partition)
             if step.verb is not Verb.DROP:
-                moving += part.weights / speeds.up
-                self._clock.refresh(step.partition, part.weights / speeds.up)
+                moving += self._weights_of(step.partition) / speeds.up
+                self._clock.refresh(step.partition, self._weights_of(step.partition) / speeds.up)
         if step.verb is Verb.UPDATE and self._steps_on_host(step) and speeds.down != math.inf:
             loaded = step.partition in self.progress.loaded
             stepping, moving = part.parameters / speeds.host_optimizer, part.gradients / speeds.down if loaded else 0.0
@@ -342,13 +344,18 @@ class Simulator:
         self._free("buffers", p, 0)
         if self._resources.slots == 1 and p not in self._resources.stays:
             self._shared = max(self._shared, self._in_slot(p))
-        self._first = read = 0 if p in self._filled else part.weights + (part.borrowed if self._resources.borrows else 0)
+        borrowed = part.borrowed if self._resources.borrows else 0
+        self._first = read = 0 if p in self._filled else self._weights_of(p) + borrowed
         self._filled |= {p} & self._resources.weights_stay
         if step.more:
             read += (part.state if p in self._stored else 0) + (part.gradients if p in self.progress.away else 0)
         self._first /= max(1, read)
         near = p in self._resources.at_host
         return 0, 0 if near else read, 0, read / (self._speeds.up if near else self._speeds.read)
+
+    def _weights_of(self, p: int) -> int:
+        """Bytes of a partition's own weights as they come to the device."""
+        return self._partitions[p].weights - (self._partitions[p].narrow if p in self._resources.narrow else 0)
 
     def _drop(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         p, written, waits = step.partition, 0, step.partition not in self._changed

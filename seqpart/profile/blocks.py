@@ -24,6 +24,7 @@ from seqpart.model.inspection import cure_of_tokens, cure_of_types, frozen_in, i
 from seqpart.model.packs import ROWS, Value, has_gradients
 from seqpart.model.tensors import layout_of, run_fake, tensors_of, with_tensors
 from seqpart.profile.fake_mode import (
+    CastUses,
     FakeMode,
     LiveBytes,
     SameTypes,
@@ -36,6 +37,10 @@ from seqpart.profile.fake_mode import (
     real_module,
 )
 from seqpart.store.layout import Layout
+
+_NONE = Layout(())
+_WORTH = 4 * 4096
+"""Bytes of a weight that is worth copies of its own in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +56,8 @@ class BlockCost:
     """Bytes of tensors in plain attributes (what old-style weight_norm computes), which only the module frees."""
     frozen: int = 0
     """Number of frozen weights."""
+    narrow: Layout = _NONE
+    """Layout in 16 bits of its own weights that autocast alone uses, see `CastUses`: loaded so they give the same results."""
     buffers: int
     """Bytes of its buffers: an update keeps a copy, in case it has to be done again."""
     changing: tuple[str, ...] = ()
@@ -167,15 +174,18 @@ def measure_chain(
 
 
 def _lending(chain: Chain | Sequence[Block], costs: Sequence[BlockCost]) -> list[BlockCost]:
-    """Fills in `lent` and `borrows` of all blocks. Each result is an object of its own, distinguished by identity."""
-    lent = [0] * len(costs)
+    """Fills in `lent` and `borrows` of all blocks, and takes what they lend out of `narrow`. Each result is an object of its
+    own, distinguished by identity."""
+    lent, names = [0] * len(costs), {(tie.owner.number, tie.owner_name) for block in chain for tie in block.tied}
     for block, cost in zip(chain, costs, strict=True):
         for owner in {tie.owner.number for tie in block.tied}:
             lent[owner] += cost.tied
     found: list[BlockCost] = []
     for block, cost in zip(chain, costs, strict=True):
         owners = dict.fromkeys(tie.owner.number for tie in block.tied)
-        found.append(replace(cost, lent=lent[block.number], borrows=tuple(found[owner] for owner in owners)))
+        narrow = Layout.of(spec for spec in cost.narrow.specs if (block.number, spec.name) not in names)
+        borrows = tuple(found[owner] for owner in owners)
+        found.append(replace(cost, lent=lent[block.number], borrows=borrows, narrow=narrow))
     return found
 
 
@@ -256,11 +266,12 @@ def _measure_module(
     module.train()
     shape, dtype = taken[0].shape, taken[0].dtype
     trainable, own = tuple(name for name, tensor in tensors.items() if tensor.requires_grad), block.own(tensors)
+    narrow = CastUses(own, autocast) if autocast is not None else None
     try:
         with mode, quiet_random(), quiet_log(), with_tensors(module, tensors):
             with SameTypes():  # type: ignore[no-untyped-call]
-                inference, flops = _watch_inference(module, tensors, taken, granule, autocast)
-            found = _watch_training(block, module, tensors, taken, granule, autocast)
+                inference, flops = _watch_inference(module, tensors, taken, granule, autocast, narrow)
+            found = _watch_training(block, module, tensors, taken, granule, autocast, narrow)
             changing = tuple(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter))
             tests = bool(changing) and eval_edits(block, module, tensors, [_rows_of(value).detach() for value in taken])
     except ModelError as error:
@@ -290,6 +301,7 @@ def _measure_module(
         tied=sum(tensors[tie.name].nbytes for tie in block.tied),
         gradients=sum(round_up(tensors[name].nbytes, granule) for name in trainable),
         frozen=frozen_in(module, own, trainable),
+        narrow=_narrow(layout, narrow.found if narrow is not None else ()),
         buffers=sum(tensors[name].nbytes for name in changing),
         changing=changing,
         tests_change=tests,
@@ -297,6 +309,11 @@ def _measure_module(
         flops=flops,
         held=_held(module, tensors),
     )
+
+
+def _narrow(layout: Layout, names: Collection[str]) -> Layout:
+    specs = (spec for spec in layout.specs if spec.name in names and spec.nbytes >= _WORTH)
+    return Layout.of(replace(spec, dtype=torch.bfloat16) for spec in specs)
 
 
 def _held(module: nn.Module, known: Collection[str]) -> int:
@@ -308,7 +325,7 @@ def _held(module: nn.Module, known: Collection[str]) -> int:
 
 def _watch_training(
     block: Block, module: nn.Module, tensors: dict[str, torch.Tensor], taken: Sequence[Value], granule: int,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | None = None, narrow: CastUses | None = None,
 ) -> BlockCost:  # fmt: skip
     peaks, saved, saved_alone = [], 0, 0
     saved_sizes: tuple[int, ...] = ()
@@ -324,7 +341,7 @@ def _watch_training(
             live.ignore([*xs, *tensors.values()])
             before, others = live.live, set(live.sizes)
             versions = [x._version for x in xs]
-            with live.watch(), cast(autocast):
+            with live.watch(), cast(autocast), narrow or nullcontext():
                 ys = _run_in_training(block, module, tensors, xs)
             written = frozenset(v.number for v, x, old in zip(taken, xs, versions, strict=True) if x._version > old)
             _refuse_bad_boundary(block, ys, rows)
@@ -400,13 +417,18 @@ def _refuse_bad_boundary(block: Block, ys: Sequence[torch.Tensor], rows: int) ->
 
 def _watch_inference(
     module: nn.Module, tensors: dict[str, torch.Tensor], taken: Sequence[Value], granule: int,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | None = None, narrow: CastUses | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     xs = [_rows_of(value).detach() for value in taken]
-    with torch.no_grad(), LiveBytes(granule) as live, cast(autocast):
+    with torch.no_grad(), LiveBytes(granule) as live, cast(autocast), narrow or nullcontext():
         live.ignore([*xs, *tensors.values()])
         run_fake(module, tensors, *xs)
-        return live.peak, live.flops
+        peak, flops = live.peak, live.flops
+        if narrow is not None and narrow.found:  # a test may use weights otherwise
+            module.eval()
+            run_fake(module, tensors, *xs)
+            module.train()
+        return peak, flops
 
 
 def measure_loss(

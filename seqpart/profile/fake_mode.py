@@ -91,6 +91,8 @@ def tensors_in(result: Any) -> Iterator[torch.Tensor]:
 _WRITE_LATE = ("rrelu_with_noise", "rrelu_with_noise_")
 """Kernels that write into a tensor after autograd has saved it."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_OF_COPIES = (*_PRODUCTS, "convolution", "t", "transpose", "permute", "view", "_unsafe_view", "reshape", "unsqueeze", "expand")
+"""Operations on narrow copies that are narrow on every device: products, and views for them."""
 
 
 def flops_of(operation: str, arguments: Any, result: Any) -> int:
@@ -268,6 +270,36 @@ class Writes(TorchDispatchMode):
             written += [given.get("running_mean"), given.get("running_var")]
         self.storages |= {tensor.untyped_storage()._cdata for tensor in tensors_in(written)}
         return func(*args, **(kwargs or {}))
+
+
+class CastUses(TorchDispatchMode):
+    """A mode that finds weights of which autocast's narrow copies alone are used, in products of matrices and convolutions:
+    their lower bits change no result. These operations are narrow on every device; others are not."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], narrow: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        wide = {name: x for name, x in tensors.items() if isinstance(x, nn.Parameter) and x.dtype is torch.float32}
+        self._weights = {tensor.untyped_storage()._cdata: name for name, tensor in wide.items()}
+        self._narrow, self._copies = narrow, dict[int, tuple[Any, str]]()
+        self._copied, self._others = set[str](), set[str]()
+
+    @property
+    def found(self) -> set[str]:
+        return self._copied - self._others
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, operation = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        given = () if func.namespace == "prim" else [*tensors_in(args), *tensors_in(list((kwargs or {}).values()))]
+        for storage in (tensor.untyped_storage() for tensor in given):  # where a tensor is, `prim` tells
+            known, copied = self._copies.get(storage._cdata, (lambda: None, ""))
+            if (name := self._weights.get(storage._cdata)) is None:
+                self._others |= {copied} if known() is storage and operation not in _OF_COPIES else set()
+            elif operation == "_to_copy" and result.dtype is self._narrow:
+                self._copies[result.untyped_storage()._cdata] = weakref.ref(result.untyped_storage()), name
+                self._copied.add(name)
+            else:
+                self._others.add(name)
+        return result
 
 
 def changes_of(

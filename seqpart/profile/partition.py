@@ -70,6 +70,8 @@ class PartitionCost:
     """True if its graph, when kept, has to stay on the device."""
     frozen: int = 0
     """Number of frozen parameters."""
+    narrow: int = 0
+    """Bytes of the weights in 16 bits that may be loaded so: see `BlockCost.narrow`."""
     trainable: bool
 
     @property
@@ -128,7 +130,7 @@ def prefix_costs(
     fractions of the one that the costs were found for.
     """
     heaps = [0] * len(shares)
-    frozen = rewritten = slot = state_slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
+    narrow = frozen = rewritten = slot = state_slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
     alive = forward = backward = again = inference = largest = graph = 0
     trainable, late, seconds, with_heap = False, False, (0.0, 0.0), 0.0
     seen: list[BlockCost] = []
@@ -139,7 +141,7 @@ def prefix_costs(
         weights, state = weights + block.weights, state + layout.nbytes
         slot, waiting = slot + block.layout.padded_nbytes + layout.padded_nbytes, waiting + block.gradient_layout.padded_nbytes
         state_slot += layout.padded_nbytes
-        frozen += block.frozen
+        frozen, narrow = frozen + block.frozen, narrow + block.narrow.nbytes
         rewritten += block.weights if block.trainable or block.buffers else 0
         seen.append(block)
         for owner in block.borrows:
@@ -205,7 +207,7 @@ def prefix_costs(
             inference_peak=own + heap + max(inference, output + loss_peak),
             update_peak=own + buffers + heap + gradients + step_room(largest) + begins * state,
             row_flops=flops // rows,
-            parameters=parameters, frozen=frozen, trainable=trainable, writes_late=late,
+            parameters=parameters, frozen=frozen, narrow=narrow, trainable=trainable, writes_late=late,
             forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,
             kept_share=with_heap / sum(seconds) if with_heap else COMPUTING_SHARE,
         )  # fmt: skip

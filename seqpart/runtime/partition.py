@@ -149,7 +149,7 @@ class Partition:
         weights = [] if self._filled else list(zip(homes, self._regions[0] + self._regions[1], strict=True))
         # State that has no home yet begins as zeros in the slot, which must be free then.
         waits = weights or (to_update and any(block.state_home not in self._store for block in self.blocks))
-        self._weights = self._store.begin_get(weights, ready) if waits else Transfer(self._device)
+        self._weights = self._store.begin_get(weights, ready, narrow=True) if waits else Transfer(self._device)
         self._state = self._store.begin_get(states, ready) if slot is not None else Transfer(self._device)
         # A visit without a slot waits for nothing, and state of the last one may still be being saved.
         self._moved = self._weights.with_other(self._state).with_other(self._moved.going_on())
@@ -389,6 +389,9 @@ class Partition:
             adopted.write()
             for parameter in learning:
                 parameter.grad = None
+            for block, cost in zip(self.blocks, self._costs, strict=True):
+                if cost.narrow.specs:
+                    store.narrow(block.home, block.narrow_home, cost.narrow)
             if stays:
                 self._weights = self._get_weights()
 
@@ -399,7 +402,8 @@ class Partition:
 
     def _get_weights(self) -> Transfer:
         """Starts to load the weights that a step on the host has made."""
-        return self._store.begin_get(zip((b.home for b in self.blocks), self._regions[0], strict=True), at_once)
+        items = zip((block.home for block in self.blocks), self._regions[0], strict=True)
+        return self._store.begin_get(items, at_once, narrow=True)
 
     def refresh(self) -> None:
         """Makes all work issued from now on see the weights that the last step on the host has made."""

@@ -57,6 +57,10 @@ class Home:
     """Number of marks before the last put."""
     files: set[str] = field(default_factory=set)
     """All versions on the disk, needed and spare."""
+    copy: torch.Tensor | None = None
+    """Host memory for copies of its tensors in 16 bits."""
+    narrow: Layout | None = None
+    """Layout of these copies, if they are of the present bytes."""
 
 
 def named(version: Version | None) -> set[str]:
@@ -229,6 +233,36 @@ class Store:
         with self._count:
             self.traffic.bytes_read += home.layout.nbytes
 
+    def narrow(self, name: str, copy: str, layout: Layout) -> None:
+        """Copies tensors of a home in host memory in 16 bits, if there is memory that was reserved for `copy`. Until the home
+        changes, `begin_get` may bring these."""
+        home = self._homes[name]
+        if home.copy is None and self._reserved is not None:
+            home.copy = self._reserved.pop(copy, None)
+        if home.host is not None and home.copy is not None:
+            wide = home.layout.views(home.host)
+            for tensor, view in layout.views(home.copy).items():
+                view.copy_(wide[tensor])
+            home.narrow = layout
+
+    def _get_narrow(self, name: str, flat: torch.Tensor) -> None:
+        """Copies `name` to the device, tensors with a copy in 16 bits by that.
+
+        A copy comes to the second half of its tensor's memory, and its first half is widened into the first half of that; then
+        half of what is left, and so on. The last few numbers come as they are.
+        """
+        home = self._homes[name]
+        if home.host is None or home.copy is None or home.narrow is None:
+            self.get(name, flat)
+            return
+        narrow, exact = {spec.name: spec for spec in home.narrow.specs}, 0
+        for spec in (spec for spec in home.layout.specs if spec.name in narrow):
+            half, start, end = narrow[spec.name], spec.offset, spec.offset + spec.nbytes
+            self._copy(home.host[exact:start], flat[exact:start])
+            self._copy(home.copy[half.offset : half.offset + half.nbytes], flat[end - half.nbytes : end])
+            exact = start + 4 * _widen(flat[start:end])
+        self._copy(home.host[exact : home.layout.nbytes], flat[exact : home.layout.nbytes])
+
     def refuse_lost(self) -> None:
         """Raises the error of a failed put that has left a home with wrong bytes."""
         for _, error in self._lost.values():
@@ -250,11 +284,16 @@ class Store:
         self._puts = [put for put in self._puts if not put.done()] + parts
         return Transfer(self._device, parts, nbytes)
 
-    def begin_get(self, items: Iterable[tuple[str, torch.Tensor]], after: Callable[[], object]) -> "Transfer":
-        """Starts to `get` each of `items` in the I/O threads, once `after` returns there; with no items, runs `after` alone."""
+    def begin_get(
+        self, items: Iterable[tuple[str, torch.Tensor]], after: Callable[[], object], *, narrow: bool = False
+    ) -> "Transfer":
+        """Starts to `get` each of `items` in the I/O threads, once `after` returns there; with no items, runs `after` alone.
+
+        narrow: tensors with a copy in 16 bits may come by that, see `narrow`.
+        """
         work = list(items)
         nbytes = sum(self._homes[name].layout.nbytes for name, _ in work if self._homes[name].host is None)
-        parts = [self._pool.submit(self._move, UP, after, self.get, [*item]) for item in work]
+        parts = [self._pool.submit(self._move, UP, after, self._get_narrow if narrow else self.get, [*item]) for item in work]
         return Transfer(self._device, parts or [self._pool.submit(self._move, UP, after, _at_once, [])], nbytes)
 
     def _move(self, way: str, after: Callable[[], object], work: Callable[..., None], arguments: list[Any]) -> Event:
@@ -454,6 +493,7 @@ class Store:
         home.layout = layout
 
     def _will_change(self, home: Home, epoch: int) -> None:
+        home.narrow = None
         if home.host is not None:
             home.now = None
             self._note_host(epoch)
@@ -518,6 +558,7 @@ class Store:
     def _fill(self, home: Home) -> None:
         assert home.now is not None and home.host is not None
         self._files.read(home.now, home.host)
+        home.narrow = None
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copies flat bytes; on the host in the calling thread alone: copy_ would start an OpenMP team in every I/O thread."""
@@ -532,6 +573,20 @@ class Store:
 
     def _assert_at_rest(self) -> None:
         assert all(put.done() for put in self._puts), "homes are still being written: wait for their transfers first"
+
+
+def _widen(flat: torch.Tensor) -> int:
+    """Widens numbers of bfloat16 in the second half of `flat` to float32, but for the last few; returns how many."""
+    wide, done = flat.view(torch.float32), 0
+    narrow = flat.view(torch.bfloat16)[len(wide) :]
+    while (more := (len(wide) - done) // 2) >= _FEW:  # what is written ends before what is yet to be read
+        wide[done : done + more].copy_(narrow[done : done + more])
+        done += more
+    return done
+
+
+_FEW = 64
+"""Numbers that are not worth a kernel of their own."""
 
 
 def _at_once() -> None:

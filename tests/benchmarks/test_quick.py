@@ -24,7 +24,7 @@ SAID = {
     "partition_speed": "one SIL epoch, seqpart: ",
     "what_fits": "a small vit",
     "long_logits": "GB of logits in ",
-    "bf16_rounding": "| cnn | bfloat16, stochastic, moments too | ",
+    "bf16_rounding": "| paper | bfloat16, stochastic, moments too | ",
     "widest_layer": '"violations": 0',
     "models": "| yes | ",
     "census page": "equal shufflenet_v2_x0_5",
