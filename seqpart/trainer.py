@@ -360,7 +360,8 @@ class Trainer:
                 if resumed is not None and self.settings.output_dir is not None:
                     resumed = replace(resumed, root=self.settings.output_dir)
             elif resume is not None:
-                if self.settings.methods[0].alone:
+                method = self.settings.methods[0]
+                if method.alone and not method.trains_apart(self.settings):
                     refuse_ranks("resuming a run of sil, whose rows between partitions one process has,", "Start one.")
                 resumed = resume_point_of(Path(resume).absolute(), self.settings)
             kept = resumed.state.loop if resumed is not None and resumed.state is not None else None

@@ -81,6 +81,8 @@ class State(msgspec.Struct, kw_only=True):
     job: dict[str, Any] | None = None
     session: bool = False
     """True if it is of a session, whose data only its owner knows: it has the digests of none."""
+    gathers: bool = False
+    """True if each of several processes trained partitions of its own."""
     loop: LoopState = msgspec.field(default_factory=LoopState)
 
 
@@ -190,6 +192,12 @@ class ResumePoint:
         refuse_other_layers(self.root, state.layers, planner.chain.whole)
         if prepared.plan.starts != self.plan.starts and cut_matters:
             raise OptionError(f"--resume: {self.root} was cut at blocks {self.plan.starts}. Give the same method and cut.")
+        if state.gathers != _gathers(prepared.phases):
+            was = "several processes, each of them partitions of its own" if state.gathers else "one process"
+            raise OptionError(
+                f"--resume: {self.root} was trained by {was}: rows between partitions, which the other way of training needs, "
+                f"were not kept. Start {'two or more' if state.gathers else 'one'}."
+            )
         before, found = max(micro_batches), max(stage.micro_batch for stage in prepared.stages)
         if found != before:
             self.said.append(f"the micro-batch was {before}, is {found}, which gives other bits")
@@ -338,9 +346,13 @@ def state_of(
             epochs=planner.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
             micro_batches=[stage.micro_batch for stage in prepared.stages], tally=metrics.tally(), losses=losses,
             test=test, data=data, rows=rows, layers=layers, functions=planner.functions, tuned=planner.tuned,
-            label_bytes=prepared.request.label_bytes, job=job, loop=loop, session=session,
+            label_bytes=prepared.request.label_bytes, job=job, loop=loop, session=session, gathers=_gathers(prepared.phases),
         )
     )  # fmt: skip
+
+
+def _gathers(phases: Phases) -> bool:
+    return any(phase.kind is PhaseKind.GATHER for phase, _ in counted(phases))
 
 
 def refuse_unlike_ranks(ranks: Ranks, planner: Planner) -> None:

@@ -278,6 +278,10 @@ class Method(ABC):
         """Yields what does not go together among its options, in words."""
         yield from ()
 
+    def trains_apart(self, config: Config) -> bool:
+        """True if each of several processes trains subnets or partitions of its own, on whole batches."""
+        return self.has_subnets
+
     def shuffles(self, config: Config) -> bool:
         """True if rows come in another order in each epoch unless the options say otherwise."""
         return True

@@ -41,32 +41,41 @@ class SilMethod(Method):
     options: ClassVar[tuple[type, ...]] = (Sil, Recovery)
 
     def phases(self, work: Workload) -> Phases:
-        """Returns for each partition its epochs (2), the outputs for the next (3), its test rows; then recovery (6)."""
-        stretches: list[Epochs] = []
-        last = len(work.partitions) - 1
+        """Returns for each partition its epochs (2), the outputs for the next (3), its test rows; then recovery (6).
+
+        With (*) each of several processes trains partitions of its own. Their weights are gathered after as many partitions as
+        there are processes, and the test rows, which need all of them, come last.
+        """
+        stretches, tests, ungathered = list[Epochs](), list[Phase](), 0
+        last, apart = len(work.partitions) - 1, work.synthetic_inputs and work.ranks > 1
         for p, part in enumerate(work.partitions):
             test = Phase(
-                kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch
-            )
+                kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch,
+                apart=apart,
+            )  # fmt: skip
             train = replace(
-                test,
-                kind=PhaseKind.TRAIN,
-                rows=work.train_rows,
-                batch=part.batch_size,
-                shuffle=work.shuffle,
-                epochs=part.epochs,
-                views=work.views,
-                rank=work.rank,
-                ranks=work.ranks,
-            )
-            behind: tuple[Phase, ...] = (test,) if work.test_rows else ()
+                test, kind=PhaseKind.TRAIN, rows=work.train_rows, batch=part.batch_size, shuffle=work.shuffle,
+                epochs=part.epochs, views=work.views, rank=0 if apart else work.rank, ranks=1 if apart else work.ranks,
+                elsewhere=apart and p % work.ranks != work.rank,
+            )  # fmt: skip
+            tests += [test] * bool(work.test_rows)
+            behind = tests[-1:] if not apart else tests if p == last else []
             if p < last:
                 # A frozen partition never learned its labels: the next one must see its real outputs.
                 outputs = PhaseKind.DRAW if work.synthetic_inputs and part.trainable else PhaseKind.CACHE
-                cached = (replace(test, kind=outputs, rows=work.train_rows, view=view) for view in range(work.views))
-                behind = *cached, *behind
-            every = work.tests.epochs if p == last else None
-            stretches.append(Epochs(train=train, epochs=part.epochs if part.trainable else 0, behind=behind, every=every))
+                away = apart and outputs is PhaseKind.DRAW and (p + 1) % work.ranks != work.rank
+                cached = replace(test, kind=outputs, rows=work.train_rows, elsewhere=away and work.partitions[p + 1].trainable)
+                behind = [*(replace(cached, view=view) for view in range(work.views)), *behind]
+            if apart:
+                # Synthetic labels, unlike a frozen partition's outputs, are drawn again by a run that goes on from here.
+                ends = p == last or (part.trainable and (p + 1) % work.ranks == 0)
+                gather = Phase(
+                    kind=PhaseKind.GATHER, partition=ungathered, through=p, rows=1, batch=1, micro_batch=1, elsewhere=not ends,
+                    apart=True,
+                )  # fmt: skip
+                behind, ungathered = [gather, *behind], p + 1 if ends else ungathered
+            every, epochs = work.tests.epochs if p == last else None, part.epochs if part.trainable else 0
+            stretches.append(Epochs(train=train, epochs=epochs, behind=tuple(behind), every=every))
         return Phases([*stretches, *recovery_phases(work)])
 
     def loss(self, targets: Targets) -> PartitionLoss | None:
@@ -85,6 +94,9 @@ class SilMethod(Method):
             yield f"{flag_of(name)} goes with --recovery-epochs only. Leave it out"
         if config.ema is not None and config.recovery_epochs:
             yield "--ema does not go with --recovery-epochs, which begins with an optimizer of its own. Leave one out"
+
+    def trains_apart(self, config: Config) -> bool:
+        return config.sil_inputs == "synthetic"
 
     def shuffles(self, config: Config) -> bool:
         """False for the paper's objective, which reads rows in one order."""

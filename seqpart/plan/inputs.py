@@ -249,6 +249,13 @@ class Inputs:
     def _refuse_ranks(self) -> None:
         """Raises OptionError for batches that several processes cannot share."""
         settings, count = self.settings, self.ranks.count
+        if self.trains_apart:
+            if settings.tests != AT_THE_END:
+                raise OptionError(
+                    f"--eval-every needs the whole network, whose partitions {count} processes train at the same time with "
+                    "--sil-inputs synthetic. Leave one of the two out, or start one process."
+                )
+            return
         least = min(values_of(settings.batch_size), default=1)
         if least < count or (settings.micro_batch_size or 1) > self.shared(least):
             found = f"--micro-batch-size {settings.micro_batch_size}" if least >= count else f"{count} processes"
@@ -469,9 +476,14 @@ class Inputs:
         """Rows of one update in recovery."""
         return min(self.settings.recovery_batch_size or self.largest_batch, self.train.count)
 
-    def shared(self, rows: int) -> int:
-        """Returns the most rows of these that one of the processes takes."""
-        return -(-rows // self.ranks.count)
+    @property
+    def trains_apart(self) -> bool:
+        """True if each of several processes trains subnets or partitions of its own."""
+        return self.ranks.count > 1 and self.settings.methods[0].trains_apart(self.settings)
+
+    def shared(self, rows: int, *, apart: bool = True) -> int:
+        """Returns the most rows of these that one of the processes takes. apart: False for a pass that all of them share."""
+        return rows if apart and self.trains_apart else -(-rows // self.ranks.count)
 
     def optimizers(self, count: int, *, recovery: bool = False) -> tuple[Optimizer, ...]:
         """One optimizer for each of `count` partitions; in recovery the learning rate may differ."""

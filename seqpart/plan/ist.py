@@ -218,10 +218,6 @@ class SubnetPreparation(Planner):
                 f"{count}, or start fewer."
             )
 
-    def shared(self, rows: int) -> int:
-        """Returns all rows: each process has its own subnets, and their whole batches."""
-        return rows
-
     @property
     def local_steps(self) -> int:
         return self.settings.local_steps or LOCAL_STEPS

@@ -248,7 +248,7 @@ class Planner(Inputs):
         row_packs = tuple(self.row_pack(block_costs[last - 1]) for _, last, _ in candidate.parts)
         streamed = recovery.candidate if recovery is not None else candidate
         exchange_bytes = planning.host_boundaries(
-            replace(problem, batch_size=max(problem.batch_size, self.shared(self.recovery_batch))), streamed.parts,
+            replace(problem, batch_size=max(problem.batch_size, self.shared(self.recovery_batch, apart=False))), streamed.parts,
             streamed.micro_batch, streamed.resources.tiers,
         )  # fmt: skip
         rooms = planning.graph_rooms(
@@ -287,6 +287,14 @@ class Planner(Inputs):
         if not self.alone:
             return choose_exact(problem, request.methods, request.told)
         candidate, reasons = choose_cut(problem, request.told)
+        if self.trains_apart:
+            if (found := len(candidate.parts)) < (count := self.ranks.count):
+                raise OptionError(
+                    f"{found} partition(s) are trained by {count} processes, each of which takes at least one. Give "
+                    f"--partitions {count}, or start fewer."
+                )
+            said = f"partition p is process p mod {count}'s, and waits for nothing of the others (this is no pipeline)"
+            reasons = (*reasons, f"{count} processes train partitions at the same time: {said}")
         return request.methods[0], candidate, (*reasons, *request.methods[0].idle_options(self.settings, len(candidate.parts)))
 
     def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
@@ -319,7 +327,7 @@ class Planner(Inputs):
             )
         asked = replace(
             problem, starts=tuple(part[0] for part in candidate.parts), count=None, known={},
-            batch_size=(batch := self.shared(self.recovery_batch)), the_batch=batch,
+            batch_size=(batch := self.shared(self.recovery_batch, apart=False)), the_batch=batch,
             loss_of=partial(self.loss_cost, request, true=True), saved=request.recovery,
         )  # fmt: skip
         found = fastest_of(asked, STREAMED, request.limit - margin_of(request.limit))
@@ -368,6 +376,8 @@ class Planner(Inputs):
 
     def _exchanged(self, candidate: Candidate, costs: Sequence[PartitionCost]) -> tuple[int, str]:
         """Returns the bytes that each exchange between processes is of, and when it is, in words."""
+        if self.trains_apart:
+            return sum(cost.weights for cost in costs) // len(costs), "a trained partition, of {} on average, is shared"
         gradients = sum(cost.gradients for cost in costs if cost.trainable)
         return gradients // (len(costs) if self.alone else 1), "an update exchanges {} of gradients"
 
@@ -486,7 +496,7 @@ class Planner(Inputs):
                 all_states=not self.alone or bool(self.settings.recovery_epochs) or self.settings.averages,
                 remembers=self.settings.keep_best), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
-            slots=used.resources.slots, update_seconds=round(candidate.seconds + waits, 4),
+            slots=used.resources.slots, update_seconds=round(candidate.seconds + waits * (not self.trains_apart), 4),
             heap=used.heap, tile=self.chain.tile, loss_chunks=loss_chunks,
             live_bytes=self.live_bytes, frozen=sum(cost.frozen for cost in costs),
         )  # fmt: skip

@@ -421,7 +421,7 @@ class Simulator:
     def _forward(self, step: Step, part: PartitionCost) -> tuple[int, int, int, float]:
         phase, p, rows = self._phases[step.phase], step.partition, self._rows(step)
         assert step.micro_batch is not None
-        read = rows * part.input_row if p == phase.partition else 0
+        read = rows * part.input_row if p == phase.partition and phase.kind is not PhaseKind.DRAW else 0
         if phase.kind is not PhaseKind.TRAIN:
             written = rows * part.output_row if p == phase.last and phase.hands_on(len(self._partitions)) else 0
             if p == phase.partition and phase.breadth_first:

@@ -106,6 +106,8 @@ class Compute:
         phase = self.phases[step.phase]
         if phase.in_pairs:
             return self._elements.forward(step, phase), 0
+        if phase.kind is PhaseKind.DRAW:
+            return 0, self._draw(step)
         batch, taken, labels = self._input(step)
         read, written = (batch.x.nbytes if batch else 0), 0
         if phase.kind is PhaseKind.TRAIN:
@@ -120,8 +122,6 @@ class Compute:
         """Runs forward without a graph. Returns the bytes written."""
         phase, p, m = self.phases[step.phase], step.partition, self._part(step)
         with torch.no_grad():
-            if phase.kind is PhaseKind.DRAW:
-                return self._write({self._row_packs[p].judged: cast(SyntheticLoss, self._loss_of(p)).ideal(labels)}, batch)
             given = self._output(step, taken, training=False)
             if phase.partition != phase.last:
                 self._handover.used_up(p, m)
@@ -133,6 +133,17 @@ class Compute:
             if phase.kind is not PhaseKind.STATISTICS and (not phase.stage or p == len(self.partitions) - 1):
                 self._judge(step, self._judged(p, given), labels)
             return self._write(given, batch)
+
+    def _draw(self, step: Step) -> int:
+        """Writes a partition's synthetic labels, which need no rows, as the rows of the next. Returns the bytes written."""
+        if self._sink is None:
+            self._enter(step.phase)
+        assert self._sink is not None
+        split, p, span = self.phases[step.phase].reads[0], step.partition, self.span(step)
+        labels = self.device.upload(self.boundaries.labels[split][span.start : span.stop])
+        with torch.no_grad():
+            ideal = cast(SyntheticLoss, self._loss_of(p)).ideal(labels.to(self.boundaries.label_types[split]))
+            return self._sink.append(found := {self._row_packs[p].judged: ideal}, found.__getitem__)  # nothing goes past it
 
     def _judged(self, p: int, given: Pack) -> torch.Tensor:
         return given[self._row_packs[p].judged]
@@ -400,12 +411,14 @@ class Compute:
         if phase.kind is not PhaseKind.TRAIN and phase.hands_on(len(self.partitions)):
             pack, p = self._row_packs[phase.last], phase.last + 1
             self._sink = PackWriter(pack, self.boundaries, phase.leaves, p, phase.rows, self.device)
-        rows, entering = self.boundaries.entering(phase.enters, source), self.partitions[phase.partition].entering
-        pack = self._row_packs[source - 1] if source else RowPack.of_one(entering[0].number, rows.layout)
-        self._unpacked = PackReader(pack, self.boundaries, phase.enters, source, entering, self.device)
-        self._reader = open_reader(
-            rows, self.boundaries.labels[split], phase, self.device, self._thread, seed=self._seed, first_update=first_update
-        )
+        if phase.kind is not PhaseKind.DRAW:
+            rows, entering = self.boundaries.entering(phase.enters, source), self.partitions[phase.partition].entering
+            pack = self._row_packs[source - 1] if source else RowPack.of_one(entering[0].number, rows.layout)
+            self._unpacked = PackReader(pack, self.boundaries, phase.enters, source, entering, self.device)
+            self._reader = open_reader(
+                rows, self.boundaries.labels[split], phase, self.device, self._thread, seed=self._seed,
+                first_update=first_update,
+            )  # fmt: skip
         self._earlier = phase.rows_before(first_update)
         self.hooks.listen(PhaseBegun(phase=phase, number=number, earlier=self._earlier))
 

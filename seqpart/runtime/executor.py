@@ -50,15 +50,17 @@ class Executor:
 
     def __init__(
         self, compute: Compute, slots: Slots, store: Store, *, clip_grad_norm: float | None,
-        rate: Callable[[Phase, int], float | Groups], ranks: Ranks, parting: Parting | None = None,
+        rate: Callable[[Phase, int], float | Groups], ranks: Ranks, parting: Parting | None,
+        gather: Callable[[int, int], int],
     ) -> None:  # fmt: skip
-        """rate: of (phase, its finished updates). parting: rewrites homes; needed only where the schedule has them."""
+        """rate: of (phase, its finished updates). parting: rewrites homes; needed only where the schedule has them. gather: of
+        (partition, round) gives homes to all ranks, and returns the bytes sent."""
         self.step, self.compute = Step(Verb.LOAD, 0), compute
         self.progress = Progress(compute.phases, compute.start)
         self._phases, self._partitions, self._boundaries = compute.phases, compute.partitions, compute.boundaries
         self._device, self._hooks, self._slots, self._store = compute.device, compute.hooks, slots, store
         self._clip, self._rate, self._ranks = clip_grad_norm, rate, ranks
-        self._parting, self._doing = parting, False
+        self._parting, self._gather, self._doing = parting, gather, False
         self._loaded = compute.loaded
         self._coming: dict[int, Partition] = {}
         self._norms: dict[tuple[int, int], GradientNorm] = {}
@@ -238,11 +240,11 @@ class Executor:
     def _rewrite_homes(self, step: Step) -> tuple[int, int]:
         """Does SPLIT, GATHER or MERGE with every home saved. Returns (bytes read, bytes written); of GATHER (0, bytes sent)."""
         parting, round_ = self._parting, self._phases[step.phase].epoch
-        assert parting is not None
         self._wait_for_homes()
         self._slots.close()  # the next partitions may need slots of other sizes
         if step.verb is Verb.GATHER:
-            return 0, parting.gather(step.partition, round_)
+            return 0, self._gather(step.partition, round_)
+        assert parting is not None
         before = replace(self._store.traffic)
         (parting.split if step.verb is Verb.SPLIT else parting.merge)(step.partition, round_)
         now = self._store.traffic

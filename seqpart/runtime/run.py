@@ -77,8 +77,8 @@ class Run:
         """Position at which an error ended the steps; every home is as it should be there."""
         self._stopped, self._granted_at = False, 0.0
         self._grant: Grant = lambda *, at_rest=False: False
-        self._turns: list[PhaseDone] = []
-        """This rank's turns of the unfinished round, which are reported with those of the others."""
+        self._turns: list[tuple[int, PhaseDone | float]] = []
+        """(partition, its pass, or the loss of one that was ended) since GATHER, which gives them to the other ranks."""
         self._state, self._finished, self.interrupts = UNBEGUN, "", Interrupts(agreed=planner.ranks.count > 1)
         reporter.plan(prepared.plan)
         stack.push(lambda kind, *_: self.interrupts.end(self._finished, failed=kind is not None))
@@ -202,9 +202,12 @@ class Run:
         end = self.watch.end_behind(self.prepared.phases, at)
         if end is None:
             return at, metrics
-        if at.updates and metrics is not None:
+        phase = self.prepared.phases[at.phase]
+        if at.updates and metrics is not None and phase.apart:
+            self._turns.append((phase.partition, metrics.mean_loss))
+        elif at.updates and metrics is not None:
             self.losses.append(metrics.mean_loss)
-        self.watch.tell_end(self.reporter, self.prepared.phases[at.phase].share_of(at.updates)[0])
+        self.watch.tell_end(self.reporter, phase.share_of(at.updates)[0])
         return end, None
 
     @property
@@ -333,10 +336,11 @@ class Run:
         gradients = any(phase.defers_updates and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
         own = {p: partitions[p].needs(to_update=True, gradients=False) for p in granted.stays}
         shared = sorted(one.needs(to_update=True, gradients=gradients) for p, one in enumerate(partitions) if p not in own)
+        parting = self._parting(stage)
         return Executor(
             compute, Slots(shared[-granted.slots:], self._device, own), self.homes.store,
             clip_grad_norm=settings.clip_grad_norm, rate=self.rate_of(stage), ranks=self.ranks,
-            parting=self._parting(stage),
+            parting=parting, gather=self.homes.gather if parting is None else parting.gather,
         )  # fmt: skip
 
     def rate_of(self, stage: Stage) -> Callable[[Phase, int], float | Groups]:
@@ -408,20 +412,26 @@ class Run:
         )
 
     def _listen(self, event: Event) -> None:
-        if self.ranks.count > 1 and isinstance(event, PhaseDone) and event.phase.is_turn:
-            self._turns.append(event)
-            return
-        if isinstance(event, StepDone) and event.step.verb is Verb.GATHER and not event.step.partition:
+        if isinstance(event, PhaseDone) and event.phase.apart and event.phase.kind is PhaseKind.TRAIN:
+            self._turns.append((event.phase.partition, event))
+            if event.phase.is_turn:
+                return
+        step = event.step if isinstance(event, StepDone) and event.step.verb is Verb.GATHER else None
+        if step is not None and step.partition == self.prepared.phases[step.phase].partition:
             told, self._turns = self.ranks.gather(self._turns), []
-            for done in sorted((done for own in told for done in own), key=lambda done: done.phase.partition):
-                self._hear(done)
+            all_of_them = [(p, rank, done) for rank, own in enumerate(told) for p, done in own]
+            for _, rank, done in sorted(all_of_them, key=lambda one: one[0]):
+                loss = done.loss if isinstance(done, PhaseDone) else done
+                self.losses += [] if loss is None else [loss]
+                if isinstance(done, PhaseDone) and (done.phase.is_turn or rank != self.ranks.number):
+                    self._hear(done)
         self._hear(event)
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, PhaseDone) and event.loss is not None:
             if event.phase.kind is PhaseKind.TEST:
                 self.test = event.loss, event.accuracy
-            elif event.phase.kind is PhaseKind.TRAIN:
+            elif event.phase.kind is PhaseKind.TRAIN and not event.phase.apart:
                 self.losses.append(event.loss)
         self.watch.listen(event)
         self.reporter.listen(event)
@@ -451,7 +461,7 @@ class Run:
         try:
             self.watch.at_rest(executor, phases, self.heard)
             due = self.saving.is_due(executor.position, phases)
-            due = not self._is_apart(executor.position) and self._agree(due)
+            due = not self._is_apart(executor) and self._agree(due)
         except Exception as error:
             self._remember_best(executor)  # the checkpoint's evaluations name it
             if self.ranks.leads and not self._divides_state:
@@ -481,10 +491,11 @@ class Run:
                 self.watch.ending.ask(why)
         return due
 
-    def _is_apart(self, at: Position) -> bool:
-        """True if each rank trains subnets of its own there: they agree, and save, when the round is over."""
-        phases = self.prepared.phases
-        return self.ranks.count > 1 and at.phase < len(phases) and phases[at.phase].in_round
+    def _is_apart(self, executor: Executor) -> bool:
+        """True if each rank trains subnets or partitions of its own there: they agree, and save, when all are gathered."""
+        phases, at, done = self.prepared.phases, executor.position, executor.step.phase
+        gathered = phases[done].kind is PhaseKind.GATHER and at.phase == done + 1
+        return at.phase < len(phases) and phases[at.phase].apart and not gathered
 
     @cached_property
     def _divides_state(self) -> bool:

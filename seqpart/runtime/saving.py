@@ -138,8 +138,9 @@ class Saving:
 
 
 def _begins_training(phases: Sequence[Phase], at: Position) -> bool:
-    """True if another part of the network begins to learn at `at`: what was learned before must not be lost."""
+    """True if other parts of the network begin to learn at `at`: what was learned before must not be lost."""
     if not at.phase or at.updates or at.phase == len(phases):
         return False
     phase = phases[at.phase]
-    return phase.kind is PhaseKind.TRAIN and phase.epoch == 1 and phase.within.updates_of_epoch is None
+    begins = phase.kind is PhaseKind.TRAIN and phase.epoch == 1 and phase.within.updates_of_epoch is None
+    return begins or phases[at.phase - 1].kind is PhaseKind.GATHER

@@ -143,6 +143,12 @@ class WeightStore:
         """Returns the rank that has p's optimizer state alone; None if all have it."""
         return next((phase.owner_of(p) for phase, _ in counted(self._prepared.phases) if phase.divides_state), None)
 
+    def gather(self, p: int, round_: int) -> int:
+        """Gives partition `p`, from the rank that has trained it, to all others. Returns the bytes sent."""
+        blocks = [block for number, block in self._placed() if number == p]
+        averages = [block.state_home for block in blocks] if self._planner.settings.averages else []
+        return self.give([*(block.home for block in blocks), *averages], p % self._planner.ranks.count)
+
     def give(self, names: Iterable[str], source: int) -> int:
         """Gives homes of rank `source`, as far as it has them, to all others. Returns the bytes sent."""
         return self._pass(names, source, lambda _: True)

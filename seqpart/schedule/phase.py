@@ -33,6 +33,8 @@ class PhaseKind(enum.Enum):
     """Beginning of a round: the parts are cut out of the whole network."""
     MERGE = "merge"
     """End of a round: the parts are put back."""
+    GATHER = "gather"
+    """Partitions that processes have trained at the same time are given to all of them."""
 
 
 class Order(enum.Enum):
@@ -106,7 +108,9 @@ class Phase:
     ranks: int = 1
     """Number of this process, and of all that share the micro-batches of each update, or the parts in MERGE."""
     elsewhere: bool = False
-    """True if another process makes the pass: the turn of a part that is not one of this process's own."""
+    """True if another process makes the pass: the turn of a part, or of a partition, that is not one of this process's own."""
+    apart: bool = False
+    """True if processes make different passes at that time, so that the run as a whole stands nowhere."""
     divides_state: bool = False
     """True if each partition's optimizer state is on one rank alone, which makes its step and gives the others the weights."""
 
@@ -254,7 +258,7 @@ class Phase:
     def own(self) -> "Phase":
         """The pass as its first process sees it, of whose rows none has more: with as many updates, of its own rows."""
         if self.ranks == 1:
-            return self
+            return replace(self, elsewhere=False)
         first = replace(self, rank=0)
         batch, last = (sum(s.stop - s.start for _, s in first.spans_of(update)) for update in (0, self.updates - 1))
         return replace(first, ranks=1, batch=batch, rows=(self.updates - 1) * batch + last)

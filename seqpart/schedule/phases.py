@@ -438,7 +438,8 @@ def shortened(phases: Phases) -> tuple[list[Phase], dict[int, tuple[int, int]], 
     more: dict[int, tuple[int, int]] = {}
     stands_for: dict[tuple[int, int | None], int] = {}
     walked = (one for stretch in phases.stretches for one in stretch.walked())
-    for phase, times in ((phase.own, times) for phase, times in walked if not phase.elsewhere):
+    kept = ((phase, times) for phase, times in walked if phase.kind is not PhaseKind.GATHER)
+    for phase, times in ((phase.own, times) for phase, times in kept if not (phase.elsewhere and phase.is_turn)):
         more[len(short)] = phase.updates, times - 1
         ragged = phase.rows % phase.batch or phase.batch
         rows = phase.rows if phase.updates <= _WALKED else (_WALKED - 1) * phase.batch + ragged

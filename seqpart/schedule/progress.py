@@ -91,7 +91,7 @@ class Progress:
                 self.updated.clear()
                 done = self.position.updates + 1
                 self.position = Position(step.phase, done) if done < phase.updates else Position(step.phase + 1)
-        elif step.verb in (Verb.SPLIT, Verb.MERGE) and p == phase.last:
+        elif step.verb in REWRITES_HOMES and step.verb.name == phase.kind.name and p == phase.last:
             self.position = Position(step.phase + 1)
         elif step.verb is Verb.FORWARD and phase.kind not in _UPDATED and p == phase.last:
             assert step.micro_batch is not None

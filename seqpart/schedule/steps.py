@@ -6,6 +6,7 @@ executor, so the three cannot drift apart. It has only ints, no torch.
     [train 0.1] L0+ B0.0 U0 B0.1 U0 ... [cache 0] F0.0 F0.1 ... [test 0] F0.0 D0 [train 1.1] L1+ ...
     [train 0-2.1] L0 F0.0 F0.1 D0 L1 F1.0 F1.1 D1 L2+ B2.0 B2.1 U2 D2 L1+ B1.0 B1.1 U1 D1 L0+ B0.0 B0.1 U0 ...
     [split 0.1] S0 [train 1.1] L1+ B1.0 U1 ... D1 [train 2.1] L2+ B2.0 U2 ... D2 [merge 0.1] M0 [split 0.2] S0 ...
+    [train 0.1] L0+ B0.0 U0 ... D0 [gather 0-1] G0 G1 [draw 1] L1 F1.0 F1.1 ... D1 [train 2.1] L2+ B2.0 U2 ...
 """
 
 import enum
@@ -36,7 +37,7 @@ class Verb(enum.Enum):
     SPLIT = "S"
     """Cut the homes of p into those of the network's parts, while nothing is on the device."""
     GATHER = "G"
-    """With several processes, before MERGE: give p's parts to all of them, each from the one that has trained it."""
+    """With several processes: give p, or before MERGE p's parts, to all of them, each from the one that has trained it."""
     MERGE = "M"
     """Put the parts' pieces of p back into its homes, while nothing is on the device."""
 
@@ -90,7 +91,7 @@ class _Loaded(dict[int, int | None]):
         yield Step(Verb.DROP, p, phase=index, more=gradients)
 
 
-_AT_HOME = {PhaseKind.SPLIT: Verb.SPLIT, PhaseKind.MERGE: Verb.MERGE}
+_AT_HOME = {PhaseKind.SPLIT: Verb.SPLIT, PhaseKind.MERGE: Verb.MERGE, PhaseKind.GATHER: Verb.GATHER}
 
 
 def steps_of(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]:
@@ -102,7 +103,8 @@ def steps_of(phases: Sequence[Phase], start: Position = START) -> Iterator[Step]
         if phase.kind in _AT_HOME or phase.elsewhere:
             for p in list(loaded):
                 yield from loaded.send(p, max(index - 1, 0))
-            verbs = () if phase.elsewhere else (*[Verb.GATHER] * (phase.ranks > 1), _AT_HOME[phase.kind])
+            gathers = phase.kind is PhaseKind.MERGE and phase.ranks > 1
+            verbs = () if phase.elsewhere else (*[Verb.GATHER] * gathers, _AT_HOME[phase.kind])
             yield from (Step(verb, p, phase=index) for p in phase.partitions for verb in verbs)
         elif phase.breadth_first:
             one_update = _in_pairs if phase.in_pairs else _breadth_first

@@ -1,6 +1,7 @@
 """Inner partitions of `sil` in whole runs: which labels they learn, how long those live, and where no cut may lie."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from seqpart.methods import objectives
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.objectives import OBJECTIVES, lack_of
 from seqpart.methods.sil import SIL
+from seqpart.report.reporter import Reporter
 from seqpart.schedule.phase import PhaseKind
+from seqpart.schedule.progress import checked
+from seqpart.schedule.steps import PhaseBegun, StepDone, Verb, steps_of
 from tests.exactly import split
 from tests.given import classified
 from tests.resuming import Stopping
@@ -22,7 +26,7 @@ def rows(count=60):
     return classified(count, (8,))
 
 
-def trained(folder, *, blocks=None, data=None, **options):
+def trained(folder, *, blocks=None, data=None, reporter=None, **options):
     train, test = data or (rows(), rows(20))
     blocks = blocks or [lambda: nn.Linear(8, 12), lambda: nn.Sequential(nn.Linear(12, 12), nn.ReLU()), lambda: nn.Linear(12, 3)]
     options = {
@@ -34,7 +38,7 @@ def trained(folder, *, blocks=None, data=None, **options):
         "quiet": True,
         **options,
     }
-    return Trainer(blocks, output_dir=folder / "run", **options).fit(train, test)
+    return Trainer(blocks, output_dir=folder / "run", **options).fit(train, test, reporter=reporter)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -86,6 +90,58 @@ def test_a_frozen_partition_gives_what_it_gives_to_the_one_behind_it():
     )  # fmt: skip
     kinds = [phase.kind for phase in SIL.phases(work) if phase.kind in (PhaseKind.CACHE, PhaseKind.DRAW)]
     assert kinds == [PhaseKind.DRAW, PhaseKind.CACHE, PhaseKind.DRAW]
+
+
+class Drawing(Reporter):
+    """Lists the bytes that passes over synthetic labels read and write."""
+
+    def __init__(self):
+        super().__init__(quiet=True)
+        self.kind, self.moved = None, []
+
+    def listen(self, event):
+        super().listen(event)
+        if isinstance(event, PhaseBegun):
+            self.kind = event.phase.kind
+        elif isinstance(event, StepDone) and self.kind is PhaseKind.DRAW and event.step.verb is Verb.FORWARD:
+            self.moved.append((event.bytes_read, event.bytes_written))
+
+
+LEARNS = PartitionTraining(epochs=2, batch_size=20, micro_batch=20)
+FROZEN = replace(LEARNS, trainable=False)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("frozen", [(), (1,), (2, 3), (0, 5)])
+def test_ranks_train_each_partition_once_and_draw_what_it_needs_after_the_last_checkpoint(ranks, frozen):
+    partitions = tuple(FROZEN if p in frozen else LEARNS for p in range(6))
+    alone = Workload(train_rows=60, test_rows=20, shuffle=False, partitions=partitions, synthetic_inputs=True)
+    trained, gathered = list[int](), set[tuple[int, ...]]()
+    for rank in range(ranks):
+        phases = SIL.phases(replace(alone, rank=rank, ranks=ranks))
+        steps, at_home, tested = list(checked(steps_of(phases))), {0}, list[int]()
+        for step in steps:
+            phase = phases[step.phase]
+            if step.verb is Verb.GATHER:
+                at_home = {0}  # a run that goes on from here has no other rows
+            elif phase.kind in (PhaseKind.DRAW, PhaseKind.CACHE):
+                assert phase.kind is PhaseKind.DRAW or step.partition in at_home, f"{step} in {phase}"
+                at_home.add(step.partition + 1)
+            elif phase.kind is PhaseKind.TRAIN:
+                assert step.partition in at_home or step.verb is Verb.DROP, f"{step} in {phase}"
+            elif step.verb is Verb.FORWARD:
+                tested.append(step.partition)
+        trained += [step.partition for step in steps if step.verb is Verb.UPDATE]
+        gathered.add(tuple(step.partition for step in steps if step.verb is Verb.GATHER))
+        assert tested == [*range(6)]
+    assert sorted(trained) == [step.partition for step in steps_of(SIL.phases(alone)) if step.verb is Verb.UPDATE]
+    assert gathered == {(0, 1, 2, 3, 4, 5)}
+
+
+def test_synthetic_labels_are_drawn_without_reading_rows(tmp_path):
+    seen = Drawing()
+    trained(tmp_path, sil_inputs="synthetic", micro_batch_size=20, reporter=seen)
+    assert seen.moved == [(0, 20 * 12 * 4)] * 2 * 3
 
 
 def test_a_run_that_goes_on_under_another_limit_keeps_its_labels_as_they_were(made, tmp_path):

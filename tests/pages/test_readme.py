@@ -86,6 +86,7 @@ HOW = {
             f"torchrun --nproc-per-node=2 -m seqpart.train {AUTO} --output-dir runs/mine",
             "torchrun --nproc-per-node=2 -m seqpart.train ...", "torchrun --max-restarts 3",
             "torchrun --nproc-per-node=2 -m seqpart.train --method ist --subnets 4 --local-steps 20 --mem-limit 1GB",
+            "torchrun --nproc-per-node=2 -m seqpart.train --method sil --sil-inputs synthetic --partitions 4 --mem-limit 1GB",
         ),
         "run smaller by test_ranks and test_examples (slow)",
     ),

@@ -1,5 +1,5 @@
-"""The runs that test_ranks.py makes under torchrun and by one process: `rank_runs.py FOLDER runs`, `FOLDER resume`, or
-`FOLDER SIGKILL RANK METHOD`."""
+"""The runs that test_ranks.py makes under torchrun and by one process: `rank_runs.py FOLDER runs`, `FOLDER apart`,
+`FOLDER resume METHOD`, or `FOLDER SIGKILL RANK METHOD`."""
 
 import json
 import os
@@ -50,6 +50,14 @@ def normalised(*between, bias=True):
     return nn.Sequential(first, norms[0], nn.ReLU(), *between, second, norms[1], nn.ReLU(), third)
 
 
+def deep():
+    """Five linear layers, so many partitions."""
+    torch.manual_seed(0)
+    inner = [layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.Dropout(0.2), nn.Tanh())]
+    return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), *inner, nn.Linear(32, 5))
+
+
+APART = {"method": "sil", "sil_inputs": "synthetic", "partitions": 5}
 SIZES = (16, 32), (32, 24), (24, 5)
 IST = {"method": "ist", "subnets": 2, "local_steps": 2}
 CASES = {
@@ -72,6 +80,8 @@ CASES = {
     "channels last": (channels_last, CLASSES, {"method": "full"}),
     "steps on the host": (chain, CLASSES, {"method": "streamed", "partitions": 2, "optimizer_on": "host", "ram_limit": "1GB"}),
     "sil": (chain, CLASSES, {"method": "sil", "partitions": 2, "recovery_epochs": 1}),
+    "partitions apart": (deep, CLASSES, APART),
+    "partitions apart, one frozen": (deep, CLASSES, {**APART, "freeze": "6.*", "clip_grad_norm": 0.1, "ema": 0.9}),
     "subnets": (lambda: normalised(nn.Dropout(0.3)), CLASSES, {**IST, "eval_every": "1epoch", "partitions": 2}),
     "three subnets": (normalised, SOME, {**IST, "subnets": 3, "subnet_moments": "zero", "clip_grad_norm": 0.1}),
     "subnets of matrices": (lambda: normalised(bias=False), CLASSES, {**IST, "optimizer": "sgd"}),
@@ -79,6 +89,8 @@ CASES = {
 }
 REFUSED = {
     "subnets": {"method": "ist", "subnets": 1},
+    "partitions": {**APART, "partitions": 1},
+    "tests": {**APART, "eval_every": "1epoch"},
     "unfreeze": {"method": "full", "unfreeze": {"0.*": "epoch 1"}},
     "micro-batch": {"method": "full", "micro_batch_size": BATCH},
     "batch": {"method": "full", "batch_size": 1},
@@ -131,7 +143,8 @@ def runs(folder, rank):
         try:
             rows = ROWS + (rank if name == "rows" else 0)
             options = {**COMMON, **options, "epochs": 2 + (rank if name == "settings" else 0)}
-            Trainer(normalised(), output_dir=folder / f"refused-{name}", **options).fit((rows, CLASSES))
+            model = deep() if name == "tests" else normalised()
+            Trainer(model, output_dir=folder / f"refused-{name}", **options).fit((rows, CLASSES), (rows, CLASSES))
         except SeqpartError as error:
             said[name] = type(error).__name__, str(error)
     try:
@@ -148,25 +161,41 @@ def runs(folder, rank):
 
 
 class Signal:
-    """A callback that sends its process a signal, once, after an update; of one process, after an update of the last subnet."""
+    """A callback that sends its process a signal, once, after an update, or after that of one partition."""
 
-    def __init__(self, rank, update, number):
+    def __init__(self, rank, update, number, partition=None):
         self.here = int(os.environ.get("RANK", "-1")) == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        self.update, self.number, self.partition = update, number, 2 if rank < 0 else None
+        self.update, self.number, self.partition = update, number, partition
 
     def on_step(self, event):
         if self.here and event.update == self.update and self.partition in (None, event.partition):
             os.kill(os.getpid(), self.number)
 
 
-METHODS = {"streamed": (chain, {"method": "streamed", "partitions": 3}), "ist": (normalised, IST)}
+class Stops:
+    """Ends the training of some partitions: in the middle of an epoch, and after one."""
+
+    def on_step(self, event):
+        if event.partition == 1 and event.update == 2:
+            event.stop()
+
+    def on_epoch(self, event):
+        if event.partition == 3 and event.epoch == 1:
+            event.stop()
+
+
+METHODS = {
+    "streamed": (chain, {"method": "streamed", "partitions": 3}),
+    "ist": (normalised, IST),
+    "sil": (deep, {**APART, "save_every": "1h"}),
+}
 
 
 def uninterrupted(folder, callbacks=(), method="streamed", **resume):
     """The weights of a run that saves after each update, or wherever it can."""
     (make, own), place = METHODS[method], {} if resume else {"output_dir": folder}
-    model, options = make(), {**COMMON, **own, "micro_batch_size": BATCH // RANKS, "save_every": 1, **place}
-    Trainer(model, **options).fit((ROWS, CLASSES), callbacks=callbacks, **resume)
+    model, options = make(), {**COMMON, "save_every": 1, **own, "micro_batch_size": BATCH // RANKS, **place}
+    Trainer(model, **options).fit((ROWS, CLASSES), (ROWS, CLASSES) if method == "sil" else None, callbacks=callbacks, **resume)
     return model.state_dict()
 
 
@@ -202,7 +231,12 @@ if __name__ == "__main__":
     elif sys.argv[2] == "sums":
         sums(number)
     elif sys.argv[2] == "resume":
-        torch.save(uninterrupted(at, method="ist", resume=at / "run"), at / f"{number}.pt")
+        torch.save(uninterrupted(at, method=sys.argv[3], resume=at / "run"), at / f"{number}.pt")
+    elif sys.argv[2] == "apart":
+        result, model = fitted("partitions apart", at / "run", [Stops()])
+        torch.save((model.state_dict(), result.train_losses, result.test_loss), at / f"{number}.pt")
     else:
-        found = uninterrupted(at / "run", [Signal(int(sys.argv[3]), 3, getattr(signal, sys.argv[2]))], method=sys.argv[4])
+        here = {"SIGKILL": 3, "SIGTERM": 1}[sys.argv[2]] if sys.argv[4] == "sil" else None
+        ends = Signal(int(sys.argv[3]), 3, getattr(signal, sys.argv[2]), here)
+        found = uninterrupted(at / "run", [ends], method=sys.argv[4])
         torch.save(found, at / f"{number}.pt")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from seqpart.errors import Interrupted
+from seqpart.errors import Interrupted, OptionError
 from tests.runtime import rank_runs
 
 STATISTICS = [name for name in rank_runs.CASES if name.startswith("running statistics")]
@@ -101,13 +101,34 @@ def test_subnets_are_sent_once_in_a_round_as_the_paper_s_formula_has_it(together
     assert sum(sent) == 4 * formula * rounds and sent[0] == sent[1]
 
 
+def test_partitions_that_are_trained_apart_are_sent_once(together):
+    """Nothing else: each rank gives the weights of its own to the other one, when they are trained."""
+    sent = [torch.load(together / f"partitions apart-{rank}.pt")[1][-1] for rank in range(2)]
+    tensors = [[tensor.nbytes for name, tensor in rank_runs.deep().state_dict().items() if name.startswith(own)]
+               for own in (("0.", "1.", "6.", "12."), ("3.", "9."))]  # fmt: skip
+    assert sent == [sum(own) for own in tensors]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_three_ranks_with_partitions_of_their_own_have_the_bits_of_one_process(tmp_path):
+    torchrun(SCRIPT, tmp_path, "apart", ranks=3)
+    result, model = rank_runs.fitted("partitions apart", tmp_path / "alone", [rank_runs.Stops()])
+    for rank in range(3):
+        weights, losses, loss = torch.load(tmp_path / f"{rank}.pt")
+        assert (losses, loss) == (result.train_losses, result.test_loss) and len(losses) == 8
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(tensor, weights[key]), key
+
+
 def test_what_several_processes_cannot_share_is_refused_by_all_of_them(together):
     first, second = (json.loads((together / f"said-{rank}.json").read_text()) for rank in range(2))
     assert first == second and {name: kind for name, (kind, _) in first.items()} == {
-        "subnets": "OptionError", "unfreeze": "OptionError", "micro-batch": "OptionError", "batch": "OptionError",
+        **dict.fromkeys(("subnets", "partitions", "tests", "unfreeze", "micro-batch", "batch"), "OptionError"),
         "limit": "DoesNotFit", "rows": "DataError", "settings": "OptionError", "session": "OptionError",
     }  # fmt: skip
     assert "trained by 2 processes, each of which takes at least one" in first["subnets"][1]
+    assert "Give partitions=2, or start fewer" in first["partitions"][1]
+    assert "eval_every needs the whole network" in first["tests"][1]
     assert "torchrun has started 2" in first["unfreeze"][1] and "DistributedSampler" in first["rows"][1]
     assert "rank 1 was given other settings than rank 0: epochs is" in first["settings"][1]
 
@@ -124,7 +145,7 @@ def test_gradients_of_any_size_and_order_are_added_up_in_the_order_of_three_rank
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("killed", "method"), [(0, "streamed"), (1, "ist")])
+@pytest.mark.parametrize(("killed", "method"), [(0, "streamed"), (1, "ist"), (1, "sil")])
 def test_a_rank_that_is_killed_starts_again_with_the_others_from_the_newest_checkpoint(killed, method, tmp_path, one_thread):
     done = torchrun(SCRIPT, tmp_path, "SIGKILL", killed, method, restarts=1)
     assert "cannot exchange with the others any more" in done.stderr
@@ -144,11 +165,23 @@ def test_a_signal_to_one_rank_saves_the_run_and_one_process_may_go_on_with_it(me
 
 
 @pytest.mark.slow
+def test_three_ranks_go_on_with_partitions_that_two_have_left_and_one_process_does_not(tmp_path, one_thread):
+    done = torchrun(SCRIPT, tmp_path, "SIGTERM", 1, "sil", check=False)
+    assert done.returncode and done.stderr.count("Interrupted: the run is saved") == 2, done.stderr
+    with pytest.raises(OptionError, match=r"was trained by several processes, .* Start two or more\."):
+        rank_runs.uninterrupted(tmp_path / "run", method="sil", resume=tmp_path / "run")
+    torchrun(SCRIPT, tmp_path, "resume", "sil", ranks=3)
+    for key, tensor in rank_runs.uninterrupted(tmp_path / "alone", method="sil").items():
+        for rank in range(3):
+            assert torch.equal(torch.load(tmp_path / f"{rank}.pt")[key], tensor), key
+
+
+@pytest.mark.slow
 def test_two_ranks_go_on_with_a_run_that_one_process_has_left_in_the_middle_of_a_round(tmp_path, one_thread):
-    ends = rank_runs.Signal(-1, 3, signal.SIGTERM)
+    ends = rank_runs.Signal(-1, 3, signal.SIGTERM, 2)  # of the last subnet
     with pytest.raises(Interrupted):
         rank_runs.uninterrupted(tmp_path / "run", [ends], method="ist")
-    torchrun(SCRIPT, tmp_path, "resume")
+    torchrun(SCRIPT, tmp_path, "resume", "ist")
     for key, tensor in rank_runs.uninterrupted(tmp_path / "alone", method="ist").items():
         for rank in range(2):
             assert torch.equal(torch.load(tmp_path / f"{rank}.pt")[key], tensor), key

@@ -14,7 +14,7 @@ from seqpart.schedule.steps import Position, Step, Verb, parse, steps_of, to_tex
 
 phases_of = st.builds(
     Phase,
-    kind=st.sampled_from([kind for kind in PhaseKind if kind not in (PhaseKind.SPLIT, PhaseKind.MERGE)]),
+    kind=st.sampled_from([kind for kind in PhaseKind if kind not in (PhaseKind.SPLIT, PhaseKind.MERGE, PhaseKind.GATHER)]),
     partition=st.integers(0, 3),
     rows=st.integers(1, 60),
     batch=st.integers(1, 25),
