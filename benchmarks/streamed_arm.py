@@ -48,9 +48,9 @@ def rows(network: str, count: int) -> tuple[Any, Any]:
     import torch
 
     from benchmarks.frontier_networks import rows_of
-    from seqpart.zoo.datasets import _digits_table  # a file of numbers, read without scikit-learn's 57 MB
+    from seqpart.zoo.datasets import digits_table  # a file of numbers, read without scikit-learn's 57 MB
 
-    table = torch.from_numpy(_digits_table())
+    table = torch.from_numpy(digits_table())
     x, y = rows_of(network, table[:, :64], table[:, 64])
     picked = torch.arange(count) % len(x)
     return x[picked], y[picked]

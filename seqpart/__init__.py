@@ -4,6 +4,7 @@ from seqpart import Trainer
 Trainer(model, mem_limit="2GB", method="sil").fit(train, test)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from seqpart.errors import (
@@ -46,18 +47,16 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads names that need torch, which takes 2 s, on first use: help and errors do not need it."""
-    if name in ("Evaluation", "Padding", "Result", "Settings", "Trainer", "packed", "parameters_on_meta"):
-        from seqpart import settings, trainer
-        from seqpart.data import packing, padding
-        from seqpart.model import weight_files
-        from seqpart.runtime import result
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"seqpart.{_PLACES[name]}"), name)
+    return found
 
-        globals().update(
-            Evaluation=result.Evaluation, Padding=padding.Padding, Result=result.Result, Settings=settings.Settings,
-            Trainer=trainer.Trainer, packed=packing.packed, parameters_on_meta=weight_files.parameters_on_meta,
-        )  # fmt: skip
-        return globals()[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+_PLACES = {
+    "Evaluation": "runtime.result", "Padding": "data.padding", "Result": "runtime.result", "Settings": "settings",
+    "Trainer": "trainer", "packed": "data.packing", "parameters_on_meta": "model.weight_files",
+}  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -15,16 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 import torch
 
 from seqpart.errors import OptionError
-from seqpart.fields import (
-    Also,
-    Note,
-    PerPartition,
-    Positive,
-    as_text,
-    flag_of,
-    note_of,
-    values_of,
-)
+from seqpart.fields import Also, Note, PerPartition, Positive, as_text, flag_of, note_of, values_of
 from seqpart.model.freezing import EXPECTED as PATTERNS
 from seqpart.model.freezing import Frozen
 from seqpart.model.losses import LossName

@@ -93,6 +93,11 @@ def _text(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its type if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class SeqpartError(Exception):
     """Root of the tree; `exit_code` is what the command line returns."""
 

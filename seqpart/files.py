@@ -91,9 +91,10 @@ def added_to(path: Path) -> int:
     return handle
 
 
-def write_all(handle: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(handle, data) :]
+def write_all(handle: int, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(handle, left) :]
 
 
 def aside(path: Path) -> Path:

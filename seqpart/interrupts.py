@@ -24,7 +24,7 @@ def like_ctrl_c() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         for number in _ENDINGS:
             if signal.getsignal(number) == signal.SIG_DFL:
-                before[number] = signal.signal(number, _interrupt)
+                before[number] = signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
@@ -60,10 +60,6 @@ def end_at_once() -> None:
     """Lets Ctrl-C end the process from here on: all is done, and the interpreter's shutdown would print a traceback."""
     if callable(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _interrupt(_: int, __: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 class Interrupts:

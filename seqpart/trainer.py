@@ -10,12 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from seqpart.arguments import (
-    refuse_no_loss,
-    refuse_no_modules,
-    refuse_optimizer,
-    refuse_options_beside,
-)
+from seqpart.arguments import refuse_no_loss, refuse_no_modules, refuse_optimizer, refuse_options_beside
 from seqpart.checkpoint.resume import ResumePoint, refuse_unlike_ranks, resume_point_of
 from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
@@ -35,7 +30,7 @@ from seqpart.interrupts import like_ctrl_c
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.compiled import SAID, as_written, compiler_at_work, is_compiled, original
 from seqpart.model.freezing import Freezing
-from seqpart.model.inspection import KeptModes
+from seqpart.model.inspection import kept_modes
 from seqpart.model.losses import LossChoice, LossFunction
 from seqpart.model.metrics import ComputeMetrics, own_metrics
 from seqpart.model.optimizer_trials import Build
@@ -49,14 +44,12 @@ from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.report.reporter import Reporter, WarningsAlone, figures, planning_shown
 from seqpart.report.trackers import load
-from seqpart.runtime.evaluation import evaluated, evaluation_settings
 from seqpart.runtime.observer import BeforeUpdate, Observer
 from seqpart.runtime.pauses import PlanAnew, let_learn
-from seqpart.runtime.result import Evaluation, Result, carry_out, with_average
+from seqpart.runtime.result import Evaluation, Result, carry_out, evaluated, evaluation_settings, with_average
 from seqpart.runtime.run import Run
 from seqpart.runtime.tracking import traced, tracked
-from seqpart.runtime.training_session import TrainingSession, loop_settings
-from seqpart.runtime.turns import Turns
+from seqpart.runtime.training_session import TrainingSession, Turns, loop_settings
 from seqpart.runtime.weight_store import refuse_taken_places
 from seqpart.schedule.best import LoopState
 from seqpart.schedule.lengths import refuse_untested
@@ -212,7 +205,7 @@ class Trainer:
         model = stack.enter_context(Freezing(self.model, self.settings.frozen))
         if kept is not None:
             let_learn(model, kept)
-        model = stack.enter_context(KeptModes(stack.enter_context(PlainTensors(model, self.device.kind))))
+        model = stack.enter_context(kept_modes(stack.enter_context(PlainTensors(model, self.device.kind))))
         if in_pairs:
             model = stack.enter_context(Separation(model, self.device, self.settings.seed))
         return first_that_fits(stack, model, self.ways(again, whole_logits=whole_logits), work)
@@ -378,7 +371,8 @@ class Trainer:
             telling.close()
             refuse_unlike_ranks(ranks, planner)
             run = Run(planner, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
-            run.pauses.replans = prepared.method.exact and not (prepared.method.in_pairs or run.averages or ranks.count > 1)
+            fixed = prepared.method.in_pairs or self.settings.averages or ranks.count > 1
+            run.pauses.replans = prepared.method.exact and not fixed
             if tracking is not None:
                 tracking.open(run.places.directory, prepared.phases, resumed, self.settings)
             adapted = self.model if is_adapted(self.model) else None

@@ -7,9 +7,9 @@ import seqpart.plan.search as search
 def plans(patch, chosen):
     """The plan is what `chosen` predicts for (problem, method, micro-batch), where that fits."""
 
-    def only(problem, method, micro_batch, _, available):
+    def only(problem, method, micro_batch, _):
         prediction = chosen(problem, method, micro_batch)
-        return prediction if prediction.peak <= available else None
+        return prediction if prediction.peak <= problem.available else None
 
     patch.setattr(exactplan, "fastest", only)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -98,7 +98,7 @@ def chain_and_loss(
         name = name_of_labels(model, inputs) if loss is None else ""
         given = Labels(name, tuple(labels.shape[1:]), label_dtype(labels), loss)
     outputs = Outputs(None, None, given.shape, given.dtype, nullcontext)
-    chain, program = _traced(model, shape, dtype, form, given, autocast, outputs, in_chunks)
+    chain, program = _traced(_Asked(model, shape, dtype, form, given, autocast, outputs, in_chunks))
     assert program.loss is not None
     return chain, OwnLoss(program.loss, model, outputs) if loss is None else OwnLoss(
         program.loss, model, outputs, name_of(loss)
@@ -115,14 +115,26 @@ def trace(
 
     Raises ModelError if it cannot be cut, with the module and the line that prevent it.
     """
-    return _traced(model, shape, dtype, form, None, autocast, outputs, in_chunks)[0]
+    return _traced(_Asked(model, shape, dtype, form, None, autocast, outputs, in_chunks))[0]
 
 
-def _traced(
-    model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: Labels | None,
-    autocast: torch.dtype | None, outputs: Outputs | None, in_chunks: bool,
-) -> tuple[Chain, Program]:  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A model to be recorded, the rows that it takes, and what is recorded with it."""
+
+    model: nn.Module
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    form: Form
+    labels: Labels | None
+    autocast: torch.dtype | None
+    outputs: Outputs | None
+    in_chunks: bool
+
+
+def _traced(asked: _Asked) -> tuple[Chain, Program]:
     """Returns the model as a chain, and its program in training mode."""
+    model, form, labels = asked.model, asked.form, asked.labels
     refuse_without_values({type(model).__name__: model})
     refuse_misfit(model, form, labels.name if labels is not None else "")
     whole: set[nn.Module] = {module for module in model.modules() if isinstance(module, Score)}  # each is a partition
@@ -131,11 +143,8 @@ def _traced(
     while True:
         try:
             blocks = blocks_of(model, whole)
-            programs = [
-                _in_mode(model, blocks, shape, dtype, training, form, labels, autocast, outputs, in_chunks)
-                for training in (True, False)
-            ]
-            return Cutter(model).chain(programs[0], programs[1], tuple(reasons)), programs[0]
+            program, evaluation = (_in_mode(asked, blocks, training=training) for training in (True, False))
+            return Cutter(model).chain(program, evaluation, tuple(reasons)), program
         except OtherRows:
             continue
         except Inside as error:
@@ -144,36 +153,28 @@ def _traced(
             first = first or (error if module is model else None)
             never = labels is not None or model._backward_hooks or model._backward_pre_hooks or _without_draws(model)
             if module in whole or (module is model and never):
-                raise _uncut(first or error, error, model, dtype, form, labels, autocast) from error
+                raise _uncut(first or error, error, asked) from error
             reasons = [] if module is model else reasons
             whole.add(module)
             reasons.append(f"{error.why}, in {error.where or error.path or type(model).__name__}")
 
 
-def _uncut(
-    error: Inside, last: Inside, model: nn.Module, dtype: torch.dtype, form: Form, labels: Labels | None,
-    autocast: torch.dtype | None,
-) -> ModelError:  # fmt: skip
+def _uncut(error: Inside, last: Inside, asked: _Asked) -> ModelError:
+    model, dtype = asked.model, asked.dtype
     where = error.where or error.path or type(model).__name__
-    floats = any(one.dtype.is_floating_point for one in form)
-    types = cure_of_types(model.parameters(), torch.float32 if floats else dtype, autocast)
-    cure = types or ("" if form else cure_of_tokens(error.why, dtype)) or _without_draws(model)
+    floats = any(one.dtype.is_floating_point for one in asked.form)
+    types = cure_of_types(model.parameters(), torch.float32 if floats else dtype, asked.autocast)
+    cure = types or ("" if asked.form else cure_of_tokens(error.why, dtype)) or _without_draws(model)
     cure = cure or "Move that into a module of its own" + (
-        "." if labels is None else ", or give a function (what the model returns, labels) -> loss."
+        "." if asked.labels is None else ", or give a function (what the model returns, labels) -> loss."
     )
     beside = "" if last.why == error.why else f". As one block it fails on a row of zeros: {last.why}"
     return ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}{beside}. {cure}")
 
 
-def _in_mode(
-    model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
-    labels: Labels | None, autocast: torch.dtype | None, outputs: Outputs | None, in_chunks: bool,
-) -> Program:  # fmt: skip
+def _in_mode(asked: _Asked, blocks: Mapping[nn.Module, str], *, training: bool) -> Program:
     try:
-        one, other = (
-            _recorded(model, blocks, (rows, *shape), dtype, training, form, labels, autocast, outputs, in_chunks)
-            for rows in (_ROWS, _OTHER_ROWS)
-        )
+        one, other = (_recorded(asked, blocks, count, training=training) for count in (_ROWS, _OTHER_ROWS))
         return generalised(one, other, _ROWS, _OTHER_ROWS)
     except Differs as error:
         why = (
@@ -192,18 +193,17 @@ def _without_draws(model: nn.Module) -> str:
     return f"Its configuration asks for that: build the model with {said}." if said else ""
 
 
-def _recorded(
-    model: nn.Module, blocks: Mapping[nn.Module, str], shape: tuple[int, ...], dtype: torch.dtype, training: bool, form: Form,
-    labels: Labels | None, autocast: torch.dtype | None, outputs: Outputs | None, in_chunks: bool,
-) -> Program:  # fmt: skip
+def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, training: bool) -> Program:
+    """Records one run on `count` rows."""
+    model, labels, autocast, outputs = asked.model, asked.labels, asked.autocast, asked.outputs
     with ExitStack() as stack:
         fakes = stack.enter_context(_on_fakes(model))
         model.train(training)
-        rows = torch.zeros(shape, dtype=dtype)
+        rows = torch.zeros((count, *asked.shape), dtype=asked.dtype)
         paths, names = {m: path for path, m in model.named_modules()}, {id(f): n for n, f in fakes.items()}
-        own_labels = [] if labels is None else [torch.zeros((shape[0], *labels.shape), dtype=labels.dtype)]
+        own_labels = [] if labels is None else [torch.zeros((count, *labels.shape), dtype=labels.dtype)]
         named = {labels.name: own_labels[0]} if labels is not None and labels.name else {}
-        stack.enter_context(extremes(largest=shape[0] != _ROWS))
+        stack.enter_context(extremes(largest=count != _ROWS))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False))
         inside = {part for block in blocks for part in block.modules()}
@@ -211,14 +211,14 @@ def _recorded(
         buffers, before = {part: dict(part._buffers) for part in outside}, remembered(outside)
 
         def run() -> Any:
-            found = run_on_rows(model, rows, form, named)
+            found = run_on_rows(model, rows, asked.form, named)
             if labels is None or labels.loss is None:
                 return found
             logits = judged_output(model, found)
             return {"loss": labels.loss(logits, own_labels[0]), "logits": logits}
 
         def ran(*, again: bool = False) -> tuple[Recorder, Any]:
-            recorder = Recorder(blocks, paths, names, autocast, largest=shape[0] != _ROWS, again=again)
+            recorder = Recorder(blocks, paths, names, autocast, largest=count != _ROWS, again=again)
             assert recorder.number(rows) == ROWS
             assert [recorder.number(tensor) for tensor in own_labels] in ([], [LABELS])
             return recorder, _recorded_by(recorder, run)
@@ -246,7 +246,7 @@ def _recorded(
         else:
             number = recorder.known(found) if join else loss.takes[0]
         head = None
-        if in_chunks:
+        if asked.in_chunks:
             head = head_of(model, recorder.ops, number if loss is None else scores_in(loss), recorder.shapes)
             number = head.states
         program = program_of(recorder, number, without)

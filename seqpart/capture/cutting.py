@@ -308,11 +308,7 @@ def _is_open(module: nn.Module, is_layer: bool, total: int) -> bool:
         return True
     if is_layer and _size(module) * _LARGE <= total:
         return False
-    return any(_holds_layers(part) for part in _containers(module))
-
-
-def _containers(module: nn.Module) -> Iterator[nn.Module]:
-    return (part for part in module.modules() if isinstance(part, _CONTAINERS))
+    return any(isinstance(part, _CONTAINERS) and _holds_layers(part) for part in module.modules())
 
 
 def _holds_layers(container: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from seqpart.capture.program import OfRows, Ref, by_name, fields_of, holds_field
 from seqpart.capture.segment import Segment
 from seqpart.errors import ModelError
 from seqpart.model.losses import LossFunction, scores_of
+from seqpart.model.packs import has_gradients
 from seqpart.model.reductions import name_of
 
 
@@ -43,14 +44,14 @@ class Part:
     @property
     def learns(self) -> bool:
         """True if it gets a gradient."""
-        return self.used and (self.dtype.is_floating_point or self.dtype.is_complex)
+        return self.used and has_gradients(self.dtype)
 
     def taken_from(self, columns: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the tensor from its columns (rows, width). dtype: of the tensor that they were joined in."""
         if self.left_out:
             return columns
         rows, own = columns if self.times else columns[:1], self.dtype
-        if not own.is_floating_point and not own.is_complex:
+        if not has_gradients(own):
             rows = rows.to(dtype).contiguous().view(carried(own, dtype)).to(own)
         elif rows.dtype == dtype:
             rows = rows.to(own.to_real())
@@ -245,7 +246,7 @@ class LossOfOutputs:
         other = torch.float32 if returned.dtype == torch.float64 else torch.float64
         columns = list(torch.split(output, returned.widths, 1))
         for number, part in enumerate(returned.parts):
-            if not part.dtype.is_floating_point and not part.dtype.is_complex:
+            if not has_gradients(part.dtype):
                 whole = carried(part.dtype, returned.dtype)
                 times = whole.itemsize // returned.dtype.itemsize
                 own = (columns[number][:, ::times] > 0).to(whole).contiguous().view(returned.dtype)

@@ -28,10 +28,10 @@ from seqpart.capture.joined_outputs import (
 from seqpart.capture.program import OfRows, Ref, followed, following, leaves, opened
 from seqpart.capture.recorder import CONSTANTS, Recorder
 from seqpart.capture.sources import Computed, comparing_rows, learned_through, sources_of
-from seqpart.errors import ModelError
+from seqpart.errors import ModelError, first_line
 from seqpart.model.loss_probe import generators_left_alone
 from seqpart.model.losses import LossFunction
-from seqpart.model.packs import ROWS
+from seqpart.model.packs import ROWS, has_gradients
 from seqpart.model.reductions import name_of, total_of
 
 
@@ -175,7 +175,7 @@ class Outputs:
                 return None
             raise ModelError(
                 f"loss {name_of(self._given)}: it takes what the model returns in training, and fails on what it returns in "
-                f"evaluation, a {type(found).__name__}: {str(error).splitlines()[0] if str(error) else type(error).__name__}. "
+                f"evaluation, a {type(found).__name__}: {first_line(error)}. "
                 "Let it take both, or let the model return the same in both."
             ) from error
 
@@ -224,7 +224,7 @@ class Outputs:
     def _described(self, found: Any, tensors: Sequence[torch.Tensor], recorder: Recorder, training: bool) -> Returned:
         kept = self._kept[training]
         joined = kept.tensors(tensors, recorder)
-        floats = [tensor.dtype.to_real() for tensor in joined if tensor.is_floating_point() or tensor.is_complex()]
+        floats = [tensor.dtype.to_real() for tensor in joined if has_gradients(tensor.dtype)]
         dtype = torch.float32 if not floats else floats[0]
         for other in floats:
             dtype = torch.promote_types(dtype, other)

@@ -29,7 +29,7 @@ from seqpart.capture.program import (
     put_into,
 )
 from seqpart.capture.unrecorded import LARGEST, Layers, ReadNumbers, why_not
-from seqpart.errors import ModelError
+from seqpart.errors import ModelError, first_line
 from seqpart.profile.fake_mode import asks_for_values, run_for_real
 
 CONSTANTS = (
@@ -267,7 +267,7 @@ class Recorder(TorchFunctionMode):
 
     def failed(self, error: Exception, what: str = "", where: str = "") -> Inside:
         module = self._stack[-1] if self._stack else next(iter(self._blocks))  # the model is the one block
-        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        why = first_line(error).rstrip(".")
         if "_local_scalar_dense" in why or "data-dependent" in type(error).__name__.lower() or "DataDependent" in repr(error):
             why = "it reads a number out of a tensor (item(), a tensor in an if)"
         if "BatchedTensor" in why:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from seqpart.device.pages import aligned, bytes_of, round_up
+from seqpart.device.pages import aligned, bytes_of
 from seqpart.files import remove
 from seqpart.model.blocks import Block
 from seqpart.model.named_optimizers import FAR_END, TO_AVERAGE
@@ -17,6 +17,7 @@ from seqpart.profile.blocks import BlockCost
 from seqpart.store.direct import REQUEST, DirectFile, explained
 from seqpart.store.layout import Layout, TensorSpec, encode_header
 from seqpart.store.store import Store
+from seqpart.store.streams import Gathering
 
 
 def export_weights(
@@ -37,15 +38,23 @@ def export_weights(
     homes = _Homes(store, averages)
     try:
         with DirectFile(part, write=True, mode=0o666) as file:
-            out = _Stream(file)
-            out.write(memoryview(header))
+            written = 0
+
+            def write(memory: memoryview, nbytes: int) -> None:
+                nonlocal written
+                file.write_from(memory, written)
+                written += nbytes
+
+            out = Gathering(write, REQUEST)
+            out.append(memoryview(header))
             for block, source in itertools.chain.from_iterable(entry.pieces for entry in entries):
                 flat, lies = homes.read(block, source)
                 if lies.stride is None:
-                    out.write(bytes_of(flat)[lies.offset : lies.offset + lies.nbytes])
+                    out.append(bytes_of(flat)[lies.offset : lies.offset + lies.nbytes])
                 else:  # as every reader expects it: row by row
-                    out.write(bytes_of(_row_by_row(_view(lies, flat))))
-            out.finish()
+                    out.append(bytes_of(_row_by_row(_view(lies, flat))))
+            out.flush()
+            file.finish(written, durable=True)
         part.replace(path)
     except OSError as error:
         raise explained(error, path) from None
@@ -95,30 +104,3 @@ class _Homes:
             self._store.get(name, flat)
         self._read[state] = name, flat
         return flat
-
-
-class _Stream:
-    """Gathers ragged pieces into whole write requests."""
-
-    def __init__(self, file: DirectFile) -> None:
-        self._file, self._memory = file, bytes_of(aligned(REQUEST))
-        self._filled = self._written = 0
-
-    def write(self, piece: memoryview) -> None:
-        while len(piece):
-            some = piece[: REQUEST - self._filled]
-            self._memory[self._filled : self._filled + len(some)] = some
-            self._filled += len(some)
-            piece = piece[len(some) :]
-            if self._filled == REQUEST:
-                self._flush()
-
-    def _flush(self) -> None:
-        self._file.write_from(self._memory[: round_up(self._filled)], self._written)
-        self._written += self._filled
-        self._filled = 0
-
-    def finish(self) -> None:
-        if self._filled:
-            self._flush()
-        self._file.finish(self._written, durable=True)

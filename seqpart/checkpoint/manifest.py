@@ -124,9 +124,17 @@ def save(
     latest, previous = _readable(root / CHECKPOINT), _readable(root / PREVIOUS)
     # Keep all three sets also if the following fails: it is then unknown which of the manifests is on the disk.
     _keep(store, boundaries, new, latest, previous)
-    parts = {root / f"{CHECKPOINT}.part": new.to_json()}
+    texts = {CHECKPOINT: new.to_json()}
     if latest is not None and not instead:  # a damaged one must not replace an intact one
-        parts = {root / f"{PREVIOUS}.part": latest.to_json(), **parts}
+        texts = {PREVIOUS: latest.to_json(), **texts}
+    _replace(root, texts)
+    _keep(store, boundaries, new, previous if instead else latest or previous)
+    return new
+
+
+def _replace(root: Path, texts: Mapping[str, str]) -> None:
+    """Replaces files in the run directory, {name: text}, in that order, when all of them are on the disk."""
+    parts = {root / f"{name}.part": text for name, text in texts.items()}
     try:
         for part, text in parts.items():
             write_synced(part, text)
@@ -134,13 +142,11 @@ def save(
             part.replace(part.with_suffix(""))
         sync(root)
     except OSError as error:
-        raise explained(error, new.path) from None
+        raise explained(error, root / CHECKPOINT) from None
     finally:
         for part in parts:
             with contextlib.suppress(OSError):
                 remove(part)
-    _keep(store, boundaries, new, previous if instead else latest or previous)
-    return new
 
 
 def load(path: Path) -> Manifest:
@@ -208,13 +214,7 @@ def restore(manifest: Manifest, store: Store, boundaries: Boundaries, write_rows
     if manifest.path.name == CHECKPOINT:
         _keep(store, boundaries, manifest, previous)
         return
-    part = manifest.root / f"{CHECKPOINT}.part"
-    try:
-        write_synced(part, manifest.to_json())
-        part.replace(manifest.root / CHECKPOINT)
-        sync(manifest.root)
-    except OSError as error:
-        raise explained(error, part) from None
+    _replace(manifest.root, {CHECKPOINT: manifest.to_json()})
     _keep(store, boundaries, manifest)
 
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +14,7 @@ from rich.table import Table
 from seqpart.cli.arguments import gathered, has_flag, options_of
 from seqpart.cli.job import Job, opened, saved_plan, smallest_limit_named
 from seqpart.config import Method
-from seqpart.device.device import describe_versions, host_memory_free
+from seqpart.device.device import describe_versions, host_memory_free, version_of
 from seqpart.device.limit import measure_runtime, warm_up
 from seqpart.device.opening import open_device
 from seqpart.device.usage import MemoryUsage
@@ -47,16 +46,19 @@ def doctor(arguments: Sequence[str]) -> None:
         runtime = measure_runtime(device)
     usage = MemoryUsage(device)
     read, write = probe_disk(options.offload_dir)
+    used = "unused unless --ram-limit grants some"
+    if not device.shares_memory:
+        used = "half of it is used unless --ram-limit says otherwise"
     rows = {
         "device": device.name,
         "memory": f"{format_size(device.total_memory())}, {format_size(device.free_memory())} free",
         "limit is measured by": usage.source,
         "runtime (counts in every limit)": format_size(runtime),
-        "tier " + device.host_tier: _host_tier(shared=device.shares_memory),
+        "tier " + device.host_tier: f"{format_size(host_memory_free())} free; {used}",
         "tier disk": f"{options.offload_dir.resolve()}: {format_size(shutil.disk_usage(options.offload_dir).free)} free",
         "disk probe, 64 MiB": f"read {read / 1e9:.2f} GB/s, write {write / 1e9:.2f} GB/s, {_cache_use(options.offload_dir)}",
         **describe_versions(),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: version_of(name) for name in PACKAGES},
     }
     table = Table(title="seqpart doctor", show_header=False)
     for name, value in rows.items():
@@ -64,25 +66,9 @@ def doctor(arguments: Sequence[str]) -> None:
     Console(highlight=False).print(table)
 
 
-def _host_tier(*, shared: bool) -> str:
-    free = format_size(host_memory_free())
-    return (
-        f"{free} free; unused unless --ram-limit grants some"
-        if shared
-        else f"{free} free; half of it is used unless --ram-limit says otherwise"
-    )
-
-
 def _cache_use(folder: Path) -> str:
     with DirectFile.unnamed(folder) as file:
         return "around the page cache (O_DIRECT)" if file.direct else "through the page cache (O_DIRECT is refused here)"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,10 +149,8 @@ def saved_plan(job: Job) -> Plan | None:
         raise OptionError("--plan brings its own cut and micro-batch: leave --partitions and --micro-batch-size out.")
     try:
         text = read_text(path)
-    except OSError as error:
-        raise OptionError(f"--plan: cannot read {path}: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise OptionError(f"--plan: cannot read {path}: {error}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--plan: cannot read {path}: {getattr(error, 'strerror', error)}.") from None
     return Plan.from_json(text, str(path))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from seqpart.data.reader import Batch, Passing
-from seqpart.data.splits import Split, write_rows
+from seqpart.data.splits import Split, copy_rows
 from seqpart.device.device import Device
 from seqpart.device.pages import aligned_bytes
 from seqpart.errors import CorruptFile, OutOfMemory
@@ -138,14 +138,7 @@ class FedRows:
 
     def feed(self, batch: Split) -> None:
         """Takes the rows of the next update. Raises DataError for a value that is not finite."""
-        at = 0
-
-        def append(rows: torch.Tensor) -> None:
-            nonlocal at
-            self._x[at : at + len(rows)] = rows
-            at += len(rows)
-
-        write_rows(batch, append)
+        copy_rows(batch, self._x)
         self._labels = batch.labels
         self.fed += 1
 

@@ -10,14 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
 from seqpart.config import Config
 from seqpart.data.padding import Padding, Sizes, padded, padded_source, sizes_of_batch, sizes_of_item, tokenizer_says
@@ -61,7 +54,8 @@ def training_rows(
     if not is_loader(data) and settings.cache != "none" and not getattr(data, "read_anew", False):
         with generators_kept(), suppress(UnstableRows):
             return as_split(data, name)
-    return _read(source_of(data, name, padding), settings, whole=whole)
+    split = _of_source(source_of(data, name, padding), settings, whole=whole or settings.cache == "rows")
+    return _kept(split) if settings.cache == "rows" else split
 
 
 def test_rows(
@@ -104,11 +98,6 @@ def first_batch(data: object, settings: Config, name: str, padding: Padding | No
         source = counted(source, rows)
     rows = min(rows, source.count)
     return _kept(_of_source(replace(source, count=rows, rows=rows, goes_on=source.streams), settings, whole=True))
-
-
-def _read(source: Source, settings: Config, *, whole: bool = False) -> Split:
-    split = _of_source(source, settings, whole=whole or settings.cache == "rows")
-    return _kept(split) if settings.cache == "rows" else split
 
 
 # --- from loaders to sources ------------------------------------------------------------------------------------------
@@ -284,7 +273,7 @@ def _of_source(source: Source, settings: Config, *, whole: bool = False) -> Spli
     with generators_kept():
         source = counted(source, None if steps is None else steps * (source.batch or max(values_of(settings.batch_size))))
         like, kept = _first(source, draws)
-        classes = not like.labels.is_floating_point() and not _several(like) and like.labels.ndim == 1 and not source.goes_on
+        classes = not like.labels.is_floating_point() and not like.label_form and like.labels.ndim == 1 and not source.goes_on
         labels = _labels_of(source, like, kept, draws) if classes or whole else like.labels
     part = Part(source, RowTaker(like, kept))
 
@@ -311,11 +300,6 @@ def _some(source: Source, draws: Any) -> Sequence[torch.Tensor]:
     with generators_kept():
         first, again = read(), read()
     return first if all(map(torch.equal, first, again)) else ()
-
-
-def _several(split: Split) -> bool:
-    """True if a row has several labels, packed as bytes."""
-    return bool(getattr(split, "label_form", ()))
 
 
 def counted(source: Source, most: int | None = None) -> Source:
@@ -412,7 +396,7 @@ def _kept(split: Split) -> Split:
     return replace(split, source=None)
 
 
-def for_data(padding: Padding | None, several: Sequence[Any], seed: int = 0) -> Padding | None:
+def for_data(padding: Padding | None, several: Sequence[Any]) -> Padding | None:
     """Returns `padding` with its length, token and side filled in from all the data that it is for, where it gives none.
 
     Raises DataError for rows that cannot be read.
@@ -426,7 +410,7 @@ def for_data(padding: Padding | None, several: Sequence[Any], seed: int = 0) -> 
     if padding.length != "longest" or not several:
         return padding
     with generators_kept():
-        largest, short = spanned(sizes for data in several for sizes in _sizes(data, seed))
+        largest, short = spanned(sizes for data in several for sizes in _sizes(data))
     padding.refuse_unknown(short, "the data")
     return replace(padding, length=largest)
 
@@ -441,13 +425,13 @@ def spanned(several: Iterable[Sizes]) -> tuple[Sizes, list[str | int]]:
     return largest, [key for key in largest if smallest[key] < largest[key]]
 
 
-def _sizes(data: Any, seed: int) -> Iterator[Sizes]:
+def _sizes(data: Any) -> Iterator[Sizes]:
     """Yields the sizes of the data's batches or items, in order."""
     if isinstance(data, Mapping) or is_pair(data):
         yield sizes_of_batch(data)
         return
     source = counted(source_of(data, "training"))
-    reader, draws = SourceReader(source), source.draws(seed, "train", 0, 0)
+    reader, draws = SourceReader(source), source.draws(0, "train", 0, 0)
     if source.collate is None:
         yield from (sizes_of_item(reader.item(draws, number)) for number in range(source.count))
         return

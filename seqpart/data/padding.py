@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
@@ -258,16 +259,9 @@ class _Streamed(_Items):
             yield self._padding.of_item(item, f"{self._name} data: item {index}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Collated:
-    """A padded collate_fn."""
-
-    collate: Callable[[list[Any]], Any]
-    padding: Padding
-    name: str
-
-    def __call__(self, items: list[Any]) -> Any:
-        return self.padding.of_batch(self.collate(items), f"{self.name} data")
+def _collated(collate: Callable[[list[Any]], Any], padding: Padding, said: str, items: list[Any]) -> Any:
+    """Pads what a collate_fn makes of items."""
+    return padding.of_batch(collate(items), said)
 
 
 def padded(data: Any, name: str, padding: Padding | None) -> Any:
@@ -289,5 +283,5 @@ def padded_source(source: Source, padding: Padding | None) -> Source:
         return source
     source = replace(source, padded=repr(padding))
     if source.collate is not None:
-        return replace(source, collate=_Collated(source.collate, padding, source.name))
+        return replace(source, collate=partial(_collated, source.collate, padding, f"{source.name} data"))
     return replace(source, items=(_Streamed if source.streams else _Numbered)(source.items, padding, source.name))

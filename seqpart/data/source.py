@@ -12,9 +12,10 @@ import torch
 
 from seqpart.capture.inputs import PADS, as_tensor, described, is_several, refuse_text
 from seqpart.data.reader import Ints
-from seqpart.data.splits import Split, as_split, parted, unreadable, write_rows
+from seqpart.data.splits import Split, as_split, copy_rows, parted, unreadable
 from seqpart.device.device import Device, keyed_seed
 from seqpart.errors import DataError, SeqpartError
+from seqpart.model.loss_probe import generators_left_alone
 
 SPLITS = "train", "test"
 
@@ -58,13 +59,8 @@ def shuffled(draws: Draws, count: int) -> Ints:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Restores the random generators afterwards, as if nothing had been drawn inside."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
+    with torch.random.fork_rng(devices=[]), generators_left_alone():
         yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
 
 
 _END = object()
@@ -280,7 +276,7 @@ class RowTaker:
 
     def take(self, x: Any, y: Any, rows: torch.Tensor, labels: torch.Tensor, said: str) -> int:
         """Copies rows to the beginning of `rows`, (n, *shape), and `labels`; returns how many. Raises DataError."""
-        like, at = self._like, 0
+        like = self._like
         split = as_split((x, y), like.name)
         for what, found, expected in (("rows", split.shape, like.shape), ("labels", split.labels.shape[1:], self.label_shape)):
             if tuple(found) != expected:
@@ -297,15 +293,9 @@ class RowTaker:
             raise DataError(
                 f"{said}: expected labels of type {self.label_dtype}, as the first have; found {split.labels.dtype}."
             )
-
-        def append(some: torch.Tensor) -> None:
-            nonlocal at
-            rows[at : at + len(some)].copy_(some)
-            at += len(some)
-
-        write_rows(split, append)
-        labels[:at].copy_(split.labels)
-        return at
+        count = copy_rows(split, rows)
+        labels[:count].copy_(split.labels)
+        return count
 
 
 def kept_type(x: Any, like: Split) -> torch.dtype:

@@ -86,19 +86,11 @@ def is_pair(data: object) -> TypeGuard[Sequence[Any]]:
     if not isinstance(data, tuple | list) or len(data) != 2:
         return False
     x, y = data
-    return _are_labels(y) if hasattr(x, "shape") else is_several(x) and _labels_several(x, y)
-
-
-def _are_labels(y: object) -> bool:
-    """True if `y` can be the labels of all rows, beside an x that is one tensor."""
-    return hasattr(y, "shape") or (are_several(y) and bool(y))
-
-
-def _labels_several(x: object, y: object) -> bool:
-    """True if `y` can be labels beside an x of several tensors; two items of a list may look the same, and count as items."""
-    if hasattr(y, "shape"):
-        return True
-    return isinstance(y, Mapping) and isinstance(x, Mapping) and "labels" not in x and bool(y)
+    if hasattr(x, "shape"):
+        return hasattr(y, "shape") or (are_several(y) and bool(y))
+    # Beside an x of several tensors: two items of a list may look the same, and count as items.
+    by_name = isinstance(y, Mapping) and isinstance(x, Mapping) and "labels" not in x and bool(y)
+    return is_several(x) and (hasattr(y, "shape") or by_name)
 
 
 def kind_of(item: object) -> str:
@@ -482,6 +474,19 @@ def write_rows(split: Split, append: Callable[[torch.Tensor], None]) -> None:
         done += len(rows)
     if done != split.count:
         raise DataError(f"{split.name} data: expected {split.count} rows, as len() says; found {done}.")
+
+
+def copy_rows(split: Split, into: torch.Tensor) -> int:
+    """Copies every row of `split` to the beginning of `into`, (rows, *shape). Returns how many. Raises as `write_rows` does."""
+    at = 0
+
+    def append(rows: torch.Tensor) -> None:
+        nonlocal at
+        into[at : at + len(rows)].copy_(rows)
+        at += len(rows)
+
+    write_rows(split, append)
+    return at
 
 
 def converted(found: torch.Tensor, split: Split) -> torch.Tensor:

@@ -6,7 +6,7 @@ Below this module every row has a label: a zero, which no loss gets.
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ def with_zeros(data: Any) -> tuple[Any, bool]:
     loader, collate = copy.copy(data), data.collate_fn
     object.__setattr__(loader, "dataset", _with_labels(data.dataset))
     if collate is not default_collate:
-        object.__setattr__(loader, "collate_fn", _Collated(collate))
+        object.__setattr__(loader, "collate_fn", partial(_collated, collate))
     return loader, True
 
 
@@ -106,14 +106,9 @@ class _Stream(IterableDataset[Any]):
         return map(_with_zero, self._items)
 
 
-@dataclass(frozen=True, slots=True)
-class _Collated:
-    """A collate_fn of items without labels."""
-
-    collate: Callable[[list[Any]], Any]
-
-    def __call__(self, items: list[Any]) -> Any:
-        return self.collate([x for x, _ in items]), torch.zeros(len(items), dtype=torch.int64)
+def _collated(collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+    """Collates items that have a 0 each, by a collate_fn of items without labels."""
+    return collate([x for x, _ in items]), torch.zeros(len(items), dtype=torch.int64)
 
 
 class WithoutLabels:

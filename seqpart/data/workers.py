@@ -28,6 +28,7 @@ from seqpart.device.pages import bytes_of
 from seqpart.device.process_limits import set_mark_back
 from seqpart.device.usage import highest, read_process
 from seqpart.errors import DataError, OutOfMemory, SeqpartError
+from seqpart.files import write_all
 from seqpart.units import format_size
 
 _JOB = struct.Struct("<q5q")
@@ -103,7 +104,7 @@ class Worker:
         """Receives the requested rows into tensors of exactly that size. Raises the worker's error."""
         self._refuse(*_REPLY.unpack(self._received(_REPLY.size)))
         for tensor in (rows, labels):
-            self._receive_into(memoryview(bytes_of(tensor.reshape(-1).view(torch.uint8))))
+            self._receive_into(bytes_of(tensor.reshape(-1).view(torch.uint8)))
 
     def skip(self, nbytes: int) -> None:
         """Discards a reply that is no longer needed, be it rows or an error."""
@@ -127,7 +128,7 @@ class Worker:
 
     def _send(self, data: bytes) -> None:
         try:
-            _write(self.jobs, memoryview(data))
+            write_all(self.jobs, data)
         except BrokenPipeError:
             raise self._ended() from None
 
@@ -148,11 +149,6 @@ class Worker:
             f"{self._source.name} data: worker process {self.number} has ended while it read rows. Something in the data set "
             "ended it, or the system did: try --workers 0, which reads in the run's own process, to see what."
         )
-
-
-def _write(fd: int, memory: memoryview) -> None:
-    while memory:
-        memory = memory[os.write(fd, memory) :]
 
 
 # --- in the worker ----------------------------------------------------------------------------------------------------
@@ -185,7 +181,7 @@ def _serve(parts: Sequence[Part], number: int, probe: int, jobs: int, back: int)
     except BaseException as error:
         _fail(back, error)
         return
-    _write(back, memoryview(_REPLY.pack(0, 0) + _PROBED.pack(idle, work)))
+    write_all(back, _REPLY.pack(0, 0) + _PROBED.pack(idle, work))
     while True:
         kind, *values = _JOB.unpack(_read(jobs, _JOB.size))
         if kind == _LIMIT:
@@ -202,9 +198,9 @@ def _serve(parts: Sequence[Part], number: int, probe: int, jobs: int, back: int)
         except BaseException as error:
             _fail(back, error)
             continue
-        _write(back, memoryview(_REPLY.pack(count, 0)))
+        write_all(back, _REPLY.pack(count, 0))
         for tensor in (rows, labels):
-            _write(back, memoryview(bytes_of(tensor.view(-1).view(torch.uint8))))
+            write_all(back, bytes_of(tensor.view(-1).view(torch.uint8)))
         del rows, labels, tensor
 
 
@@ -218,7 +214,7 @@ def _fail(back: int, error: BaseException) -> None:
     else:
         kind, text = _DATA, error.with_flags if isinstance(error, SeqpartError) else f"{type(error).__name__}: {error}"
     data = text.encode()
-    _write(back, memoryview(_REPLY.pack(-kind, len(data)) + data))
+    write_all(back, _REPLY.pack(-kind, len(data)) + data)
 
 
 def _read(fd: int, nbytes: int) -> bytes:

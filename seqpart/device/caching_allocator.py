@@ -69,8 +69,8 @@ class CachingAllocator:
         at = order.index(number)
         for other in (at + 1, at - 1):  # the one after first: then the place of the one before is still right
             if 0 <= other < len(order) and self._blocks[order[other]].free:
-                self._join(order, min(at, other), max(at, other))
                 at = min(at, other)
+                self._blocks[order[at]].size += self._blocks.pop(order.pop(at + 1)).size
 
     def release_cached(self) -> None:
         """Returns free segments to the device."""
@@ -117,7 +117,3 @@ class CachingAllocator:
         block.size = size
         order = self._segments[block.segment]
         order.insert(order.index(number) + 1, rest)
-
-    def _join(self, order: list[int], first: int, second: int) -> None:
-        gone = self._blocks.pop(order.pop(second))
-        self._blocks[order[first]].size += gone.size

@@ -14,8 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from seqpart.device.accelerator import Accelerator
-from seqpart.device.device import DOWN, UP, Event, keyed_seed
+from seqpart.device.device import DOWN, UP, Accelerator, Event, keyed_seed
 from seqpart.device.pages import round_up
 
 

@@ -227,6 +227,26 @@ class Device:
         return None
 
 
+class Accelerator(Device):
+    """A device with its own memory: streams for copies from and to pinned host memory, and a capped caching allocator."""
+
+    shares_memory = False
+    contention = 0.0
+    host_tier = "pinned"
+    granule = 512
+    heap_below = 0
+    growth = 64 << 20
+    """Bytes allowed for kernel workspaces and the caching allocator's fragmentation."""
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """A context without effect: the limit caps the device's allocator, not the processor's memory."""
+        yield
+
+    def own(self, host: torch.Tensor) -> torch.Tensor:
+        return self.upload(host)
+
+
 def keyed_seed(*key: int | str) -> int:
     """Returns 63 bits from `key`: the same on every machine and in every process."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
@@ -257,7 +277,7 @@ def describe_versions() -> dict[str, str]:
     import platform
 
     return {
-        "seqpart": _version("seqpart"),
+        "seqpart": version_of("seqpart"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
@@ -266,7 +286,8 @@ def describe_versions() -> dict[str, str]:
     }
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Returns the version of an installed package."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -15,7 +15,7 @@ from seqpart.device.device import Device
 from seqpart.device.pages import PAGE
 from seqpart.device.process_limits import room
 from seqpart.device.usage import MemoryUsage, read_process
-from seqpart.errors import BadInput, DoesNotFit, OptionError, OutOfMemory, SeqpartError
+from seqpart.errors import BadInput, DoesNotFit, OptionError, OutOfMemory, SeqpartError, first_line
 from seqpart.units import format_limit, format_size, parse_size
 
 _SLACK = 16 << 20
@@ -248,8 +248,7 @@ def translate_oom(device: Device, when: str) -> Iterator[None]:
         # The user's code or data may have run out of memory and be refused for it; other errors of ours say what they mean.
         if (isinstance(error, SeqpartError) and not isinstance(error, BadInput)) or not device.ran_out_of_memory(error):
             raise
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        found = OutOfMemory(f"memory ran out while {when}: {text}. Give a larger --mem-limit.")
+        found = OutOfMemory(f"memory ran out while {when}: {first_line(error)}. Give a larger --mem-limit.")
         for note in getattr(error, "__notes__", []):
             found.add_note(note)
         raise found from error

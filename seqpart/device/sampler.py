@@ -114,12 +114,7 @@ class Sampler:
 
     def add_reading(self, held: int, label: str = "planning") -> None:
         """Adds a measurement from elsewhere, which may fall between two samples."""
-        self._tell(held)
-        if held > self.peak:
-            self.peak, self.peak_label = held, label
-        if held > self.limit:
-            self.violations += 1
-            self.violation_label = self.violation_label or label
+        self._add(held, lambda: label)
 
     def stop(self) -> None:
         self._stop.set()
@@ -132,17 +127,17 @@ class Sampler:
     def sample(self) -> int:
         used = self.usage.read()
         self.samples += 1
-        self._tell(used)
-        if used > self.peak:
-            self.peak, self.peak_label = used, self.label()
-        if used > self.limit:
-            self.violations += 1
-            self.violation_label = self.violation_label or self.label()
+        self._add(used, self.label)
         return used
 
-    def _tell(self, used: int) -> None:
+    def _add(self, used: int, label: Callable[[], str]) -> None:
         for listener in self.told:
             listener(used)
+        if used > self.peak:
+            self.peak, self.peak_label = used, label()
+        if used > self.limit:
+            self.violations += 1
+            self.violation_label = self.violation_label or label()
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval):

@@ -19,10 +19,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from seqpart.device.accelerator import Accelerator
 from seqpart.device.caching_allocator import CachingAllocator
 from seqpart.device.card import Hardware
-from seqpart.device.device import DOWN, UP
+from seqpart.device.device import DOWN, UP, Accelerator
 from seqpart.device.pages import aligned, watched
 from seqpart.device.streams import COMPUTING, Event, Stream, Streams
 from seqpart.device.watching import HOST, Memory, Unordered, Used, Watching, act, touch, waits
@@ -124,7 +123,8 @@ class SimulatedDevice(Accelerator):
                 memory = self._note(tensor, f"memory of {name}", on_device=True)
                 memory.block = block
                 stream = self.streams.current
-                touch(memory, 0, nbytes, write=True, actor=stream.name, clock=_acting(stream), what=f"allocated for {name}")
+                act(stream.name, stream.clock)
+                touch(memory, 0, nbytes, write=True, actor=stream.name, clock=stream.clock, what=f"allocated for {name}")
 
     def _forget_freed(self) -> None:
         """Frees blocks of freed storages, later: a last reference may be dropped anywhere, also by the garbage collector inside
@@ -250,7 +250,7 @@ class SimulatedDevice(Accelerator):
             if not ours:
                 act(HOST, self.streams.host)
             else:
-                self.streams.finish_all(self.streams.current)
+                self.streams.finish(self.streams.current)
                 self.streams.begin(self.streams.current)
             for tensor, write in used:
                 self._touch(tensor, write=write, actor=self.streams.current.name if ours else HOST, what=name)
@@ -298,8 +298,3 @@ class SimulatedDevice(Accelerator):
 
 _OURS = 2
 """Number of references to a storage from one tensor of ours and its Python object."""
-
-
-def _acting(stream: Stream) -> dict[str, int]:
-    act(stream.name, stream.clock)
-    return stream.clock

@@ -107,12 +107,8 @@ class Streams:
         stream.issued += 1
         stream.late.append(item)
         if stream.name == COMPUTING:
-            self._finish(stream, stream.issued)
+            self.finish(stream)
         self._hurry()
-
-    def finish_all(self, stream: Stream) -> None:
-        """Does all entries of the stream, before a kernel runs at once there."""
-        self._finish(stream, stream.issued)
 
     def record(self) -> Event:
         with self.lock:
@@ -136,22 +132,23 @@ class Streams:
     def wait(self, event: Event) -> None:
         """Makes the calling thread wait for `event`."""
         with self.lock:
-            self._finish(event.stream, event.position)
+            self.finish(event.stream, event.position)
             join(self.host, event.clock)
             self.reach(event.seconds)
             self._hurry()
 
     # --- doing ----------------------------------------------------------------------------------------------------
 
-    def _finish(self, stream: Stream, position: int) -> None:
-        while stream.done < position:
+    def finish(self, stream: Stream, position: int | None = None) -> None:
+        """Does the first `position` entries of the stream; None: all, as before a kernel runs at once there."""
+        while stream.done < (stream.issued if position is None else position):
             self._one(stream)
 
     def _one(self, stream: Stream) -> None:
         item = stream.late.popleft()
         stream.done += 1
         if isinstance(item, Event):
-            self._finish(item.stream, item.position)
+            self.finish(item.stream, item.position)
         else:
             item()
 

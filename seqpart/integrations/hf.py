@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments, enable_full_determinism, set_seed
 from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
 from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
@@ -35,6 +36,7 @@ from seqpart.integrations.hf_arguments import (
 from seqpart.integrations.hf_callbacks import Relay
 from seqpart.integrations.hf_data import Predictions
 from seqpart.model.losses import LossSource
+from seqpart.model.scheduler import Build
 from seqpart.options import Options
 from seqpart.runtime.result import Result
 
@@ -125,7 +127,9 @@ class Trainer:
         train, tests = self._loaders(lengths)
         self.model.train()  # all of it, as theirs does
         place = self._output_dir if resume_from_checkpoint is True else resume_from_checkpoint
-        resume = _run_in(Path(place)) if place else None
+        resume = Path(place) if place else None
+        if resume is not None and (resume / RUN).is_dir():
+            resume /= RUN
         began = time.time()
         self._relay.begin(lengths.updates, math.ceil(lengths.updates / lengths.per_epoch))
         if self.args.eval_on_start:
@@ -275,7 +279,7 @@ class Trainer:
             self._ours = seqpart.trainer.Trainer(self.model, loss, quiet=bool(self.args.disable_tqdm), **{**options, **given})
         return self._ours
 
-    def _optimizer(self, updates: int) -> tuple[hf_arguments.Build, hf_arguments.Schedule]:
+    def _optimizer(self, updates: int) -> tuple[Build, hf_arguments.Schedule]:
         if self._optimizers != (None, None):
             return hf_arguments.as_given(self._optimizers, self.model, hf_arguments.schedule_of(self.args, updates))
         return hf_arguments.of_arguments(self.args, self.model, updates, self._own_optimizer)
@@ -310,9 +314,11 @@ class Trainer:
                 )
             several.append(self._read("eval_dataset", self.eval_dataset))
         (data, train), *rest = hf_data.padded_alike(several)
-        workers = self.args.dataloader_num_workers
-        loader = hf_data.training_loader(data, train, self._order(data, lengths), lengths.batch, workers)
-        return loader, hf_data.evaluation_loader(*rest[0]) if rest else None
+        loader = DataLoader(
+            data, batch_size=lengths.batch, sampler=self._order(data, lengths), collate_fn=train,
+            num_workers=self.args.dataloader_num_workers,
+        )  # fmt: skip
+        return loader, _in_order(*rest[0]) if rest else None
 
     def _judged(
         self, data: Any, batches: hf_data.Batches, ignore_keys: object, prefix: str, judge: Predictions | None
@@ -323,7 +329,7 @@ class Trainer:
         began = time.time()
         ((data, batches),) = hf_data.padded_alike([(data, batches)])
         with self._empty_model("evaluate"):
-            found = self._trainer().evaluate(hf_data.evaluation_loader(data, batches), compute_metrics=judge)
+            found = self._trainer().evaluate(_in_order(data, batches), compute_metrics=judge)
         metrics: dict[str, Any] = {f"{prefix}_{one}": value for one, value in found.metrics.items()}
         metrics[f"{prefix}_loss"] = found.loss
         steps = math.ceil(len(data) / batches.size)
@@ -348,8 +354,8 @@ class Trainer:
 _OURS = {"train", "evaluate", "predict", "save_model", "add_callback", "compute_loss"}
 
 
-def _run_in(place: Path) -> Path:
-    return place / RUN if (place / RUN).is_dir() else place
+def _in_order(data: Any, batches: hf_data.Batches) -> "DataLoader[Any]":
+    return DataLoader(data, batch_size=batches.size, collate_fn=batches)
 
 
 def _refuse(

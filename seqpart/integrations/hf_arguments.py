@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Adafactor
 
 from seqpart.errors import OptionError
+from seqpart.model.scheduler import Build
 
 
 def _each(names: str, reason: str = "") -> dict[str, str]:
@@ -221,7 +222,6 @@ OwnOptimizer = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
 """An optimizer class, and its keyword arguments."""
 Given = tuple[torch.optim.Optimizer | None, LRScheduler | None]
 """Optimizer and scheduler of the whole model."""
-Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 
 from seqpart.data.loaders import spanned
 from seqpart.data.padding import LABELS, TOKENS, ZEROS, Key, Padding, Sizes, sizes_of_batch, tokenizer_says
@@ -189,15 +189,6 @@ def _alike(lengths: list[int], batch: int, generator: torch.Generator) -> list[i
 
     found: list[int] = get_length_grouped_indices(lengths, batch, generator=generator)
     return found
-
-
-def training_loader(data: Any, batches: Batches, order: Sampler[int], batch: int, workers: int) -> "DataLoader[Any]":
-    """Returns the loader of the training rows. batch: rows of an update."""
-    return DataLoader(data, batch_size=batch, sampler=order, collate_fn=batches, num_workers=workers)
-
-
-def evaluation_loader(data: Any, batches: Batches) -> "DataLoader[Any]":
-    return DataLoader(data, batch_size=batches.size, collate_fn=batches)
 
 
 def refuse_unknown(data: Any, name: str) -> None:

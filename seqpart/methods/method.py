@@ -18,15 +18,7 @@ from seqpart.data.splits import Split
 from seqpart.errors import ModelError, OptionError
 from seqpart.model.blocks import Chain
 from seqpart.model.losses import LossFunction, LossName, scores_of
-from seqpart.model.reductions import (
-    BY_ROWS,
-    Held,
-    LossValue,
-    Reduction,
-    judged,
-    refuse_parts,
-    takes_classes_first,
-)
+from seqpart.model.reductions import BY_ROWS, Held, LossValue, Reduction, judged, refuse_parts, takes_classes_first
 from seqpart.schedule.lengths import AT_THE_END, Interval
 from seqpart.schedule.phase import Order, Phase, PhaseKind, Span
 from seqpart.schedule.phases import Phases

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -117,7 +116,7 @@ class Freezing:
         can = parameter.is_floating_point() or parameter.is_complex()
         return late if can and (late or never) else None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for parameter, learned in reversed(self._before):
             parameter.requires_grad_(learned)
         self._before = []

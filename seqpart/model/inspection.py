@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, TracebackType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -24,27 +24,21 @@ _WORDS = 4
 """Most types that a message names."""
 
 
-class KeptModes:
+@contextmanager
+def kept_modes(model: object) -> Iterator[object]:
     """A context in which parts of a model (a module, or a list of them) that came in evaluation mode stay in it; its value is
     the model."""
-
-    def __init__(self, model: object) -> None:
-        self._model = model
-        self._kept: list[nn.Module] = []
-
-    def __enter__(self) -> object:
-        parts = [self._model] if isinstance(self._model, nn.Module) else self._model
-        roots = [part for part in parts if isinstance(part, nn.Module)] if isinstance(parts, list | tuple) else []
-        trains = any(root.training for root in roots)
-        self._kept = list(dict.fromkeys(part for root in roots for part in _evaluating(root, trains)))
-        for part in self._kept:
-            part.train = MethodType(_stay, part)  # type: ignore[method-assign]
-        return self._model
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for part in self._kept:
+    parts = [model] if isinstance(model, nn.Module) else model
+    roots = [part for part in parts if isinstance(part, nn.Module)] if isinstance(parts, list | tuple) else []
+    trains = any(root.training for root in roots)
+    kept = list(dict.fromkeys(part for root in roots for part in _evaluating(root, trains)))
+    for part in kept:
+        part.train = MethodType(_stay, part)  # type: ignore[method-assign]
+    try:
+        yield model
+    finally:
+        for part in kept:
             vars(part).pop("train", None)
-        self._kept = []
 
 
 def _evaluating(module: nn.Module, trains: bool) -> Iterator[nn.Module]:

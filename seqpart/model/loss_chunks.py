@@ -98,7 +98,8 @@ class _Chunks(torch.autograd.Function):
                 into.copy_(next(found))
             for place, needed in enumerate(wanted[1:]):
                 if needed:
-                    others[place] = _added(others[place], next(found))
+                    before = others[place]
+                    others[place] = next(found) if before is None else before.add_(next(found))
             del total, leaf, inputs, found
         ctx.found = gradient, *others
         found_best = torch.cat(best[::-1])
@@ -110,7 +111,3 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
         found, ctx.found = ctx.found, None  # else the parameters would get copies
         return None, None, None, None, *found
-
-
-def _added(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if total is None else total.add_(gradient)

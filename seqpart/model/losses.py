@@ -84,10 +84,6 @@ def classes_first(shape: tuple[int, ...], positions: tuple[int, ...]) -> bool:
     return shape[1:] == positions and shape[:-1] != positions
 
 
-def _classes_last(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return output.movedim(1, -1) if classes_first(tuple(output.shape[1:]), tuple(labels.shape[1:])) else output
-
-
 def token_cross_entropy(output: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
     """Mean cross-entropy over all positions: output (rows, T, ..., classes) or (rows, classes, H, W), labels (rows, T, ...) or
     (rows, H, W). In chunks where classes stand last and are many, unless labels are smoothed."""
@@ -166,7 +162,8 @@ def partially_separable(output: torch.Tensor, labels: torch.Tensor) -> torch.Ten
     stays finite, convex and a function of two scores alone, with a gradient of at most exp(LINEAR_FROM). Computed in float32 at
     least. Labels of -100 do not count.
     """
-    scores, own = _classes_last(output, labels).flatten(0, -2), labels.flatten()
+    first = classes_first(tuple(output.shape[1:]), tuple(labels.shape[1:]))
+    scores, own = (output.movedim(1, -1) if first else output).flatten(0, -2), labels.flatten()
     with torch.autocast(output.device.type, enabled=False):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         counted = own.ne(IGNORED)

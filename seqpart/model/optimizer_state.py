@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from seqpart.device.pages import round_up
-from seqpart.store.layout import DTYPES, TensorSpec, spec_of
+from seqpart.store.layout import CODES, DTYPES, TensorSpec, spec_of
 
 TEXT = "plain"
 """Name of the text of plain data in a parameter's state."""
@@ -25,7 +25,6 @@ _NUMBER = "9" * 24
 """As long as the text of any number that takes 64 bits."""
 _STEP, _MOST = 256, 1 << 14
 """Texts have room for a multiple of `_STEP` bytes, and for at most `_MOST`."""
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _SCALARS = (bool, int, float, str, type(None))
 _TORCH_S = {"state", "param_groups", "defaults"}
@@ -119,10 +118,10 @@ def inline(path: str, tensor: torch.Tensor) -> Any:
     """Returns a small tensor as part of a text, for those outside a parameter's state."""
     if type(tensor) is FakeTensor:
         return ["v", "F32", [1], "00" * tensor.nbytes]
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.dtype not in _CODES or tensor.nbytes > _MOST:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.dtype not in CODES or tensor.nbytes > _MOST:
         raise NoHomeError(f"{path!r} is {type(tensor).__name__} of shape {tuple(tensor.shape)}, outside a parameter's state")
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return ["v", _CODES[tensor.dtype], list(tensor.shape), flat.numpy().tobytes().hex()]
+    return ["v", CODES[tensor.dtype], list(tensor.shape), flat.numpy().tobytes().hex()]
 
 
 def _from_inline(found: Sequence[Any], device: torch.device) -> torch.Tensor:
@@ -439,7 +438,7 @@ def specs_in(knowledge: Knowledge, parameter: nn.Parameter) -> tuple[dict[str, T
     def keep(path: str, tensor: torch.Tensor) -> list[str]:
         if type(tensor) not in (torch.Tensor, nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
             raise NoHomeError(f"{path!r} is a tensor of a kind of its own, {type(tensor).__name__}")
-        if tensor.dtype not in _CODES:
+        if tensor.dtype not in CODES:
             raise NoHomeError(f"{path!r} is {tensor.dtype}")
         if found.setdefault(path, spec_of(path, tensor)) != spec_of(path, tensor) or path == TEXT:
             raise NoHomeError(f"{path!r} is there twice")

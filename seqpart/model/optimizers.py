@@ -314,11 +314,6 @@ def twin_of(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
     return twin
 
 
-def averaging(choice: Optimizer, decay: float | None) -> Optimizer:
-    """`choice` with an exponential moving average of each parameter beside its state; decay None: without one."""
-    return replace(choice, average=decay)
-
-
 @functools.cache
 def rounding(choice: Optimizer, moments: torch.dtype) -> Optimizer:
     """`choice` with steps of weights in bfloat16 that are computed in float32 and rounded stochastically."""
@@ -338,7 +333,7 @@ def chosen(
     """Like `choose`, with momentum for sgd only, and with a moving average of decay `ema`."""
     momentum = momentum if name == "sgd" else 0.0
     found = choose(name, lr=lr, weight_decay=weight_decay, momentum=momentum, no_decay=no_decay)
-    return averaging(found, ema)
+    return replace(found, average=ema)
 
 
 def refuse_divided(optimizer: Optimizer, divided_by: str) -> None:

@@ -23,12 +23,11 @@ from seqpart.files import opened
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import tensors_of
 from seqpart.store.direct import explained
-from seqpart.store.layout import DTYPES, Layout, TensorSpec, decode_entries
+from seqpart.store.layout import DTYPES, LARGEST_HEADER, Layout, TensorSpec, decode_entries
 
 INDEX = ".safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PARTS = "DCP_SHARDING_INFO"
-_LARGEST_HEADER = 64 << 20
 _CHUNK = 1 << 20
 """Elements converted at a time."""
 
@@ -194,7 +193,7 @@ def _tensors(path: Path) -> list[Stored]:
     try:
         with open(opened(path.resolve()), "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            head = file.read(length) if length <= _LARGEST_HEADER else b""
+            head = file.read(length) if length <= LARGEST_HEADER else b""
             size = file.seek(0, 2)
     except OSError as error:
         raise explained(error, path) from None

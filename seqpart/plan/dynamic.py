@@ -4,7 +4,7 @@ Where to cut: of all cuts whose partitions fit, take the fewest partitions, then
 Each of the three adds up over partitions, so the best cut of a chain's first blocks is part of the best cut of all.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -22,50 +22,31 @@ class Piece:
 
 Score = tuple[int, int, int]
 """(partitions, boundary bytes of all cuts, sum of squared weights)."""
+State = tuple[int, int]
+"""(partitions, 0 where any number will do; blocks that they cover)."""
 
 
 def best_cut(pieces: Sequence[Piece], blocks: int, count: int | None = None) -> tuple[Piece, ...] | None:
     """Returns the best way to cover `blocks` blocks with `pieces`, or None. With `count`, in exactly so many partitions."""
-    if count is None:
-        return _walk(pieces, blocks)
-    for chain in _layers(pieces, blocks, count):
-        return chain
-    return None
-
-
-def _walk(pieces: Sequence[Piece], blocks: int) -> tuple[Piece, ...] | None:
-    best: dict[int, tuple[Score, Piece | None]] = {0: ((0, 0, 0), None)}
-    for piece in sorted(pieces, key=lambda piece: piece.first):
-        if piece.first in best:
-            score = _add(best[piece.first][0], piece, blocks)
-            if piece.last not in best or score < best[piece.last][0]:
-                best[piece.last] = (score, piece)
-    if blocks not in best:
+    if count is not None and count > blocks:
         return None
-    chain: list[Piece] = []
-    at = blocks
-    while at > 0:
-        step = best[at][1]
-        assert step is not None
-        chain.append(step)
-        at = step.first
-    return tuple(reversed(chain))
-
-
-def _layers(pieces: Sequence[Piece], blocks: int, count: int) -> Iterator[tuple[Piece, ...]]:
-    """Yields the best cut into exactly `count` partitions, if any: one layer of states for each partition."""
-    layer: dict[int, tuple[Score, tuple[Piece, ...]]] = {0: ((0, 0, 0), ())}
-    for _ in range(count if count <= blocks else 0):
-        after: dict[int, tuple[Score, tuple[Piece, ...]]] = {}
-        for piece in pieces:
-            if piece.first in layer:
-                score, chain = layer[piece.first]
-                score = _add(score, piece, blocks)
-                if piece.last not in after or score < after[piece.last][0]:
-                    after[piece.last] = (score, (*chain, piece))
-        layer = after
-    if blocks in layer and count <= blocks:
-        yield layer[blocks][1]
+    best: dict[State, tuple[Score, State, Piece | None]] = {(0, 0): ((0, 0, 0), (0, 0), None)}
+    """{state: (score of its best cut, the state before its last piece, that piece)}."""
+    for piece in sorted(pieces, key=lambda piece: piece.first):
+        for number in range(count or 1):
+            before = number, piece.first
+            if before in best:
+                score, after = _add(best[before][0], piece, blocks), (number if count is None else number + 1, piece.last)
+                if after not in best or score < best[after][0]:
+                    best[after] = score, before, piece
+    state, chain = (count or 0, blocks), list[Piece]()
+    while state != (0, 0):
+        if state not in best:
+            return None
+        _, state, piece_before = best[state]
+        assert piece_before is not None
+        chain.insert(0, piece_before)
+    return tuple(chain)
 
 
 def _add(score: Score, piece: Piece, blocks: int) -> Score:

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from seqpart.device.limit import RUNTIME_VARIES, left_of, margin_of, refused, what_helps
+from seqpart.device.limit import RUNTIME_VARIES, left_of, refused
 from seqpart.errors import DoesNotFit
 from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method
@@ -21,6 +21,8 @@ from seqpart.plan.problem import (
     Candidate,
     Parts,
     Problem,
+    advice,
+    contents,
     cost_of,
     costs_from,
     measurable,
@@ -47,15 +49,14 @@ def choose_exact(
     problem: Problem, methods: Sequence[Method], told: PlanWording = AS_ASKED
 ) -> tuple[Method, Candidate, tuple[str, ...]]:
     """Returns the fastest exact method and candidate that fit, and why. Raises DoesNotFit, naming what would help."""
-    available = problem.limit - margin_of(problem.limit)
     if 1 in (problem.count, len(problem.starts or ())):  # in one partition all methods are one
         methods = methods[:1]
-    tried = [(method, _fastest_anywhere(problem, method, available)) for method in methods]
+    tried = [(method, _fastest_anywhere(problem, method)) for method in methods]
     found = [prediction for _, prediction in tried if prediction is not None]
     if not found:
         raise _does_not_fit(replace(problem, host_steps=problem.steps[-1]), methods)
     best = _simplest(found)
-    why = _whys_of_pairs(best) if best.method.in_pairs else _whys(problem, best, available)
+    why = _whys_of_pairs(best) if best.method.in_pairs else _whys(problem, best)
     best = replace(best, candidate=replace(best.candidate, why=why, seconds=best.seconds))
     return best.method, best.candidate, tuple(_reasons(problem, best, tried, told))
 
@@ -66,25 +67,26 @@ def _simplest(found: Sequence[Prediction]) -> Prediction:
     return next(prediction for prediction in found if prediction.seconds <= within)
 
 
-def _fastest_anywhere(problem: Problem, method: Method, available: int) -> Prediction | None:
+def _fastest_anywhere(problem: Problem, method: Method) -> Prediction | None:
     """The fastest plan with optimizer steps where they may be: on the host if that is faster, beyond the rates' error."""
-    ways = [fastest_of(replace(problem, host_steps=on_host, placed={}), method, available) for on_host in problem.steps]
+    ways = [fastest_of(replace(problem, host_steps=on_host, placed={}), method) for on_host in problem.steps]
     found = [one for one in ways if one is not None]
     return _simplest(found) if found else None
 
 
-def fastest_of(problem: Problem, method: Method, available: int) -> Prediction | None:
+def fastest_of(problem: Problem, method: Method) -> Prediction | None:
     """Returns the fastest plan at the largest micro-batch at which any fits: smaller ones do the same work less efficiently."""
     for micro_batch in micro_batches(problem):
         if not measurable(problem, micro_batch):
             return None
         again = _saved_answers(problem, method, micro_batch)
-        if again is not None and again.peak <= available + RUNTIME_VARIES:  # the runtime differs a little between processes
+        # The runtime differs a little between processes.
+        if again is not None and again.peak <= problem.available + RUNTIME_VARIES:
             return again
         if method.in_pairs:
-            best = next((one for one in _paired(problem, method, micro_batch) if one.peak <= available), None)
+            best = next((one for one in _paired(problem, method, micro_batch) if one.peak <= problem.available), None)
         else:
-            best = fastest(problem, method, micro_batch, candidates(problem, method, micro_batch), available)
+            best = fastest(problem, method, micro_batch, candidates(problem, method, micro_batch))
         if best is not None:
             return best
     return None
@@ -215,9 +217,7 @@ def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
         f"method {' or '.join(method.name for method in methods)} needs {format_size(smallest.peak)}, at micro-batch "
         f"{smallest.candidate.micro_batch} and in {len(smallest.candidate.parts)} partition(s), and "
         f"{left_of(problem.limit)}.\n"
-        f"  runtime {format_size(problem.machine.runtime)}; the largest partition is {where}: "
-        f"weights {format_size(cost.weights)}, gradients {format_size(cost.gradients)}, "
-        f"optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}"
+        f"  runtime {format_size(problem.machine.runtime)}; the largest partition is {where}: {contents(cost)}"
         f"\n  {_cure(problem, smallest, last - first, cost)}{whole_parts(problem) if last - first == 1 else ''}",
         smallest.fits_in,
         smallest.candidate.micro_batch,
@@ -226,17 +226,12 @@ def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
 
 def _cure(problem: Problem, smallest: Prediction, blocks: int, cost: PartitionCost) -> str:
     """Says what would help, where the partition that needs most has `blocks` blocks."""
-    available = problem.limit - margin_of(problem.limit)
-    if smallest.method.stays and problem.machine.runtime <= available:
+    if smallest.method.stays and problem.machine.runtime <= problem.available:
         needed = _smallest(problem, [STREAMED]).peak
-        but = "" if needed <= available else f", and needs {format_size(needed)}"
+        but = "" if needed <= problem.available else f", and needs {format_size(needed)}"
         return f"Or use --method streamed, which gives the same bits with one partition at a time{but}."
     finer = blocks > 1 and problem.saved is None and bool(problem.count or problem.starts)
-    return what_helps(
-        problem.limit, problem.machine.runtime, smallest.peak, finer=finer and not smallest.method.in_pairs,
-        block=cost.slot + cost.train_peak, state=cost.state,
-        rows=cost.saved if problem.micro_batch and problem.saved is None else 0,
-    )  # fmt: skip
+    return advice(problem, smallest.peak, cost, finer=finer and not smallest.method.in_pairs)
 
 
 def _reasons(
@@ -322,13 +317,13 @@ def _shared(best: Prediction) -> str:
     return f", {slots} slot(s): {why}"
 
 
-def _whys(problem: Problem, best: Prediction, available: int) -> tuple[str, ...]:
+def _whys(problem: Problem, best: Prediction) -> tuple[str, ...]:
     """Reasons of each partition, in bytes and seconds per update: why it stays or is loaded in turn, where its graph waits."""
     options = {
         (option.partition, option.kind): option
         for option in options_of(problem, best, offload=bool(problem.machine.graph_tiers))
     }
-    left = f"{format_size(max(0, available - best.peak))} are left"
+    left = f"{format_size(max(0, problem.available - best.peak))} are left"
     return tuple(
         "; ".join(filter(None, said))
         for p in range(len(best.candidate.parts))

@@ -25,7 +25,7 @@ from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.device.device import Device, host_memory_free
 from seqpart.device.limit import any_plan_fits, enforced, limit_of, margin_of, warm_up
 from seqpart.device.ranks import ALONE, Ranks
-from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
+from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, first_line
 from seqpart.fields import as_text, per_partition, values_of
 from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.model.blocks import Chain
@@ -36,7 +36,6 @@ from seqpart.model.loss_probe import BY_NAME, judging
 from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
 from seqpart.model.optimizers import (
     Optimizer,
-    averaging,
     chosen,
     refuse_joint,
     refuse_unknown,
@@ -91,7 +90,7 @@ class Inputs:
         self._why_not = ""
         """Why the loss gets one tensor of those that the model returns."""
         self.loss_chunks = loss_chunks
-        own = None if optimizer is None else self._finished(averaging(optimizer, settings.ema))
+        own = None if optimizer is None else self._finished(replace(optimizer, average=settings.ema))
         self._optimizer, self._reuse, self.folder, self.dry = own, reuse, folder, dry
         with ExitStack() as undo:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
@@ -504,9 +503,6 @@ class Inputs:
         moments = self.settings.rounded_moments
         return self._scheduled(optimizer if moments is None else rounding(optimizer, moments))
 
-    def _label_row(self) -> int:
-        return self.train.label_type.itemsize * (self.train.labels.numel() // max(1, len(self.train.labels)))
-
     def values(self, name: str, setting: T | tuple[T, ...], count: int) -> tuple[T, ...]:
         """One value for each partition; an exact method trains the network as one, with one value."""
         if self.alone:
@@ -623,7 +619,7 @@ def chain_and_recorded_loss(
     except Exception as error:
         if isinstance(error, ModelError) and error.with_flags.startswith("--loss-chunks"):
             raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise ModelError(
             f"--loss-chunks: the loss {name_of(loss)} could not be looked into, to see whether it takes the logits position by "
             f"position: {reason}. Let it return torch's cross_entropy of the logits, or leave --loss-chunks out."

@@ -1,11 +1,11 @@
 """Turns checked inputs into a plan of `ist`: the whole network and its subnets are cut separately, and simulated together."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from seqpart.device.limit import left_of, limit_for, margin_of, refused, what_helps
+from seqpart.device.limit import left_of, limit_for, refused, what_helps
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError
 from seqpart.methods.exact import FULL, STREAMED
 from seqpart.methods.ist.moving import buffer_bytes
@@ -19,17 +19,7 @@ from seqpart.plan.exact import choose_exact
 from seqpart.plan.plan import Plan, PlanRequest, PlanWording
 from seqpart.plan.planner import Planner
 from seqpart.plan.prediction import Prediction, heaps_of, peaks_by_partition, with_heap, works_of
-from seqpart.plan.problem import (
-    Candidate,
-    Part,
-    Problem,
-    cost_of,
-    costs_from,
-    measurable,
-    micro_batches,
-    parts_of,
-    starts_of,
-)
+from seqpart.plan.problem import Candidate, Part, Problem, cost_of, costs_from, measurable, micro_batches, parts_of, starts_of
 from seqpart.plan.simulator import simulate
 from seqpart.profile.partition import Parting, PartitionCost, state_layouts
 from seqpart.schedule.phase import Phase, PhaseKind
@@ -83,7 +73,7 @@ def choose_cuts(problem: Problem, parts: Parts, told: PlanWording) -> Cuts:
             refusals.append(refusal)
     least = min(refusals, key=lambda refusal: refusal.smallest or problem.limit)
     words = ""
-    if problem.machine.runtime <= problem.limit - margin_of(problem.limit):
+    if problem.machine.runtime <= problem.available:
         words = "\n  One subnet, and one block of the whole network, must each fit: with more --subnets a subnet is smaller."
     raise refused(f"{least.message}{words}", least.smallest or problem.limit, least.rows)
 
@@ -104,12 +94,13 @@ def _tested(problem: Problem, rows: int) -> tuple[Part, ...]:
     """The fewest partitions of the whole network that fit one by one with their test rows, without training."""
     if problem.starts is not None:
         return parts_of(problem, rows, problem.starts)
-    available, found, first = problem.limit - margin_of(problem.limit), list[Part](), 0
+    starts, found, first = starts_of(problem), list[Part](), 0
     while first < len(problem.chain):
         fitting = None
-        for last, cost in _longer(problem, rows, first):
+        longer = costs_from(problem, rows, first) if first in starts else {first + 1: cost_of(problem, rows, first, first + 1)}
+        for last, cost in longer.items():  # the shortest first, which has to fit
             peak = test_peak(problem, (first, last, cost), rows)
-            if peak > available and fitting is None:
+            if peak > problem.available and fitting is None:
                 block, held = problem.chain[first], cost.slot + cost.forward_peak
                 helps = what_helps(problem.limit, problem.machine.runtime, peak, block=held)
                 raise refused(
@@ -120,7 +111,7 @@ def _tested(problem: Problem, rows: int) -> tuple[Part, ...]:
                     limit_for(peak),
                     rows,
                 )
-            if peak > available:
+            if peak > problem.available:
                 break
             fitting = first, last, cost
         assert fitting is not None
@@ -129,24 +120,10 @@ def _tested(problem: Problem, rows: int) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def _longer(problem: Problem, rows: int, first: int) -> Iterator[tuple[int, PartitionCost]]:
-    """(last block, cost) of the partitions from `first` on, shortest first: the first of them has to fit."""
-    return (
-        iter(costs_from(problem, rows, first).items())
-        if first in starts_of(problem)
-        else iter([(first + 1, cost_of(problem, rows, first, first + 1))])
-    )
-
-
 def test_peak(problem: Problem, part: Part, rows: int) -> int:
     """Peak bytes of the process or device while the partition alone runs on test rows."""
-    test = Phase(
-        kind=PhaseKind.TEST,
-        partition=0,
-        rows=min(problem.test_rows or problem.train_rows, 2 * rows),
-        batch=rows,
-        micro_batch=rows,
-    )
+    count = min(problem.test_rows or problem.train_rows, 2 * rows)
+    test = Phase(kind=PhaseKind.TEST, partition=0, rows=count, batch=rows, micro_batch=rows)
     phases = Phases([Epochs(train=test, epochs=0, behind=(test,))])
     candidate: Candidate = Candidate(rows, (part,))
     walked, steps, _ = simulate(phases, [part[2]], problem.machine.speeds, candidate.resources)
@@ -231,20 +208,20 @@ class SubnetPreparation(Planner):
 
     def _choose(self, problem: Problem, request: PlanRequest) -> tuple[Method, Candidate, tuple[str, ...]]:
         (method,) = request.methods
-        asked, available, refusal = problem, problem.limit - margin_of(problem.limit), None
+        asked, refusal = problem, None
         for _ in range(_ATTEMPTS):
             try:
                 cuts = choose_cuts(asked, self.parts, request.told)
             except DoesNotFit as error:
                 raise refusal or error from None
             candidate, peak = self._fitting(problem, method, request, self._joint(problem, cuts))
-            if peak <= available:
+            if peak <= problem.available:
                 whole, each = len(cuts.whole), len(cuts.subnet.parts)
                 return method, candidate, (
                     *self.parts.said, *self._said(whole, each), *cuts.subnet_reasons, *candidate.heap_reason
                 )  # fmt: skip
             # Partitions of the whole and of a subnet share the slots, each as large as the largest partition needs.
-            asked = replace(asked, limit=asked.limit - (peak - available))
+            asked = replace(asked, limit=asked.limit - (peak - problem.available))
             if refusal is None or refusal.smallest is None or limit_for(peak) < refusal.smallest:
                 needs = f"the subnets and the whole network, one at a time, need {format_size(peak)}"
                 refusal = refused(f"{needs}, and {left_of(problem.limit)}.", limit_for(peak), candidate.micro_batch)
@@ -310,7 +287,7 @@ class SubnetPreparation(Planner):
         training = self._training(request, candidate)
         costs = self._partition_costs(request, candidate, training, self._optimizers(candidate))
         phases = method.phases(self._workload(candidate, training, None))
-        available, found, peak = problem.limit - margin_of(problem.limit), candidate, 0
+        found, peak = candidate, 0
         for slots in dict.fromkeys((candidate.resources.slots, 1)):
             for keeps_heap in (True, False) if problem.machine.may_keep_heap and not candidate.resources.tiers else (False,):
                 resources = replace(candidate.resources, slots=slots, keeps_heap=keeps_heap)
@@ -322,7 +299,7 @@ class SubnetPreparation(Planner):
                         problem, found, sizes, partial(peaks_by_partition, problem, phases=walked, predicted_steps=steps)
                     )
                 peak = max(peaks_by_partition(problem, found, walked, steps))
-                if peak <= available:
+                if peak <= problem.available:
                     return found, peak
         return found, peak
 

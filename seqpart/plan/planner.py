@@ -20,14 +20,7 @@ from seqpart.model.packs import DEVICE, tier_at
 from seqpart.plan.exact import choose_exact, fastest_of
 from seqpart.plan.inputs import Inputs
 from seqpart.plan.plan import KEPT, RECOMPUTED, PartitionPlan, Plan, PlanRequest
-from seqpart.plan.prediction import (
-    Prediction,
-    disk_bytes,
-    peaks_by_partition,
-    rows_for_memory,
-    rows_reason,
-    with_rows,
-)
+from seqpart.plan.prediction import Prediction, disk_bytes, peaks_by_partition, rows_for_memory, rows_reason, with_rows
 from seqpart.plan.problem import Candidate, Problem
 from seqpart.plan.sil import choose_cut
 from seqpart.plan.simulator import Resources, simulate
@@ -107,6 +100,7 @@ class Planner(Inputs):
 
     def problem(self, request: PlanRequest) -> Problem:
         (count, asked), batch = self.settings.partition_choice(), self.shared(self.full_batch)
+        labels = self.train.labels
         costs = self.costs_at(self.full_batch)
         laid = [(one, state_layouts(self.chain, costs, one)) for one in self.possible_optimizers()]
         heaviest, states = max(laid, key=lambda pair: sum(state.nbytes for state in pair[1]))
@@ -115,7 +109,7 @@ class Planner(Inputs):
             costs_at=self.costs_at, counted_at=self.counted_at, states=states,
             step_room=heaviest.step_room, begins=heaviest.begins_itself, loss_of=partial(self.loss_cost, request),
             defers_updates=self._starts is not None or self.settings.clip_grad_norm is not None,
-            label_row=self._label_row(), pair_rows=self.rows_per_pass,
+            label_row=self.train.label_type.itemsize * (labels.numel() // max(1, len(labels))), pair_rows=self.rows_per_pass,
             batch_size=batch, the_batch=None if self.the_batch is None else self.shared(self.the_batch),
             micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
@@ -330,7 +324,7 @@ class Planner(Inputs):
             batch_size=(batch := self.shared(self.recovery_batch, apart=False)), the_batch=batch,
             loss_of=partial(self.loss_cost, request, true=True), saved=request.recovery,
         )  # fmt: skip
-        found = fastest_of(asked, STREAMED, request.limit - margin_of(request.limit))
+        found = fastest_of(asked, STREAMED)
         if found is None:
             choose_exact(asked, (STREAMED,))  # says in words what is missing
         return found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from seqpart.data.row_packs import RowPack
 from seqpart.device.heap import heap_for, least_heap_for
-from seqpart.device.limit import RUNTIME_VARIES, limit_for, margin_of
+from seqpart.device.limit import RUNTIME_VARIES, limit_for
 from seqpart.device.pages import round_up
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
@@ -191,7 +191,7 @@ def with_heap(
 ) -> Candidate:
     """`candidate` with a heap that is large enough, or as large as the limit allows, but never smaller than the least."""
     least, enough = sizes
-    over = max(peaks(replace(candidate, heap=enough))) - (problem.limit - margin_of(problem.limit))
+    over = max(peaks(replace(candidate, heap=enough))) - problem.available
     return replace(candidate, heap=max(least, enough - max(0, over)))
 
 
@@ -250,11 +250,12 @@ def with_rows(
 ) -> Candidate:  # fmt: skip
     """`candidate` with as many of `rows` (bytes by partition) in memory as the limit has room for; for a saved plan, those
     that it had there."""
-    saved, available = problem.saved, problem.limit - margin_of(problem.limit)
+    saved = problem.saved
+    available = problem.available + (0 if saved is None else RUNTIME_VARIES)  # the runtime differs a little between processes
     for p, nbytes in rows.items() if saved is None else [(p, rows[p]) for p in sorted(saved.rows_in_memory & rows.keys())]:
         held = replace(candidate, rows={**candidate.rows, p: nbytes})
         peak = max(peaks_by_partition(problem, held, phases, predicted_steps))
-        if peak <= available + (0 if saved is None else RUNTIME_VARIES):  # the runtime differs a little between processes
+        if peak <= available:
             candidate = held
     return candidate
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from seqpart.data.boundary_cache import writer_bytes
 from seqpart.data.reader import reader_bytes
 from seqpart.data.row_packs import RowPack
-from seqpart.device.limit import WARM_UP_BYTES, growth_beside, left_of, limit_for, refused
+from seqpart.device.limit import WARM_UP_BYTES, growth_beside, left_of, limit_for, margin_of, refused, what_helps
 from seqpart.device.pages import PAGE, aligned_bytes, round_up
 from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.methods.method import Method
@@ -127,6 +127,11 @@ class Problem:
     """Cache of `cost_of`."""
     placed: "dict[tuple[object, ...], HostPlaces]" = field(default_factory=dict, compare=False)
     """Cache of `host_places`."""
+
+    @property
+    def available(self) -> int:
+        """Bytes of the limit that a plan may use."""
+        return self.limit - margin_of(self.limit)
 
 
 Part = tuple[int, int, PartitionCost]
@@ -305,6 +310,21 @@ def refuse_given(problem: Problem, peak: int) -> None:
             "  Give factories, which build one block at a time, or give a larger limit.",
             limit_for(peak),
         )
+
+
+def advice(problem: Problem, peak: int, cost: PartitionCost, *, finer: bool) -> str:
+    """What would help where the smallest plan needs `peak` bytes. cost: its largest partition's."""
+    rows = cost.saved if problem.micro_batch and problem.saved is None else 0
+    block, runtime = cost.slot + cost.train_peak, problem.machine.runtime
+    return what_helps(problem.limit, runtime, peak, finer=finer, block=block, state=cost.state, rows=rows)
+
+
+def contents(cost: PartitionCost) -> str:
+    """Says how much of a partition is what."""
+    return (
+        f"weights {format_size(cost.weights)}, gradients {format_size(cost.gradients)}, optimizer {format_size(cost.state)}, "
+        f"activations {format_size(cost.saved)}"
+    )
 
 
 def fingerprint(chain: Chain, costs: Sequence[BlockCost], input_shape: tuple[int, ...]) -> str:

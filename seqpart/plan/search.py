@@ -54,14 +54,14 @@ class _Rough:
 
 
 def fastest(
-    problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]], available: int
+    problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]]
 ) -> Prediction | None:
     """Returns the fastest candidate that fits, with its spare memory spent; None if none fits.
 
     Tries the most promising first, and none that cannot be the fastest.
     """
     best: dict[tuple[int, Resources], Prediction] = {}
-    rough = _roughly(problem, method, micro_batch, candidates, available)
+    rough = _roughly(problem, method, micro_batch, candidates)
     for one in sorted(rough, key=lambda one: one.least):
         # A slot, a heap or boundaries may be worth more where partitions stay: each kind of candidate is refined by itself.
         rivals = len(one.parts), one.resources
@@ -69,18 +69,18 @@ def fastest(
         if one.least >= known:
             break
         plain = predict(problem, method, micro_batch, one.parts, one.resources)
-        if plain.peak > available:
+        if plain.peak > problem.available:
             continue
-        for prediction in (plain, *(spent(problem, plain, available) if len(one.parts) > 1 else ())):
+        for prediction in (plain, *(spent(problem, plain) if len(one.parts) > 1 else ())):
             if rivals not in best or prediction.seconds < best[rivals].seconds:
                 best[rivals] = prediction
     ranked = sorted(best.values(), key=lambda prediction: prediction.seconds)[:_RIVALS]
     if problem.draft:
         return next(iter(ranked), None)
     near = [one for one in ranked if one.seconds <= _NEAR * ranked[0].seconds]
-    near += [away for one in ranked[:1] if not _ends(problem, one) for away in _one_boundary_away(problem, one, available)]
-    near += [away for one in near if (away := _offloading(problem, one, available)) is not None]
-    better = [one if _ends(problem, one) else refined(problem, one, available, _REPAIRS // len(near)) for one in near]
+    near += [away for one in ranked[:1] if not _ends(problem, one) for away in _one_boundary_away(problem, one)]
+    near += [away for one in near if (away := _offloading(problem, one)) is not None]
+    better = [one if _ends(problem, one) else refined(problem, one, _REPAIRS // len(near)) for one in near]
     return min(better, key=_rank, default=None)
 
 
@@ -90,27 +90,27 @@ def _rank(prediction: Prediction) -> float:
     return prediction.seconds / (_WORTH_IT if candidate.offloads or candidate.resources.tiers else 1.0)
 
 
-def _offloading(problem: Problem, found: Prediction, available: int) -> Prediction | None:
+def _offloading(problem: Problem, found: Prediction) -> Prediction | None:
     """The best other way to spend the memory of `found`, with offloaded graphs; None if there is none."""
     if not problem.machine.graph_tiers or _holds_all(found):
         return None
     now = found.candidate
     resources = replace(now.resources, stays=frozenset(), weights_stay=frozenset(), slots=now.resources.slots or 1)
     plain = predict(problem, found.method, now.micro_batch, now.parts, resources)
-    if plain.peak > available:
+    if plain.peak > problem.available:
         return None
     options = options_of(problem, plain, offload=True)
     orders = _orders(options)
     # Memory for partitions that stay instead of kept graphs: first the buffers through which all offloaded graphs go.
     streamed = _orders([option for option in options if option.kind is not Kind.KEEP])
     orders += [tuple(sorted(order, key=lambda option: not option.kind.away)) for order in streamed]
-    others = [_filled(problem, plain, (), order, available) for order in orders]
+    others = [_filled(problem, plain, (), order) for order in orders]
     # All together: one at a time, each would have to find room for buffers that all share.
     gaining = [option for option in options if option.kind.away and option.worth(_PRICES[0]) > 0]
     for away in ([option for option in gaining if option.kind is kind] for kind in (Kind.HOST, Kind.DISK)):
         whole = carried_out(problem, plain, away)
-        if away and whole.peak <= available:
-            others += [_filled(problem, whole, away, order, available) for order in orders]
+        if away and whole.peak <= problem.available:
+            others += [_filled(problem, whole, away, order) for order in orders]
     return min((other for other in others if other.candidate.offloads), key=_rank, default=None)
 
 
@@ -131,7 +131,7 @@ _LARGEST = 3
 """Number of boundaries that are tried off the device, one at a time, where all of them wait on the device."""
 
 
-def _one_boundary_away(problem: Problem, found: Prediction, available: int) -> Iterator[Prediction]:
+def _one_boundary_away(problem: Problem, found: Prediction) -> Iterator[Prediction]:
     """`found` with one of its largest boundaries offloaded, to make room for other options. Candidates offload all or none."""
     now, elsewhere = found.candidate, [tier for tier in problem.machine.boundary_tiers if tier != DEVICE]
     costs = [cost for _, _, cost in now.parts]
@@ -145,28 +145,28 @@ def _one_boundary_away(problem: Problem, found: Prediction, available: int) -> I
             continue
         resources = replace(now.resources, tiers=tiers, keeps_heap=False)
         away = predict(problem, found.method, now.micro_batch, now.parts, resources, now.keeps, now.offloads)
-        found_anew = _spent_anew(problem, away, available) if few else ()
-        fitting = [one for one in (away, *found_anew) if one.peak <= available]
+        found_anew = _spent_anew(problem, away) if few else ()
+        fitting = [one for one in (away, *found_anew) if one.peak <= problem.available]
         if fitting:
             yield min(fitting, key=_rank)
 
 
-def _spent_anew(problem: Problem, found: Prediction, available: int) -> Iterator[Prediction]:
+def _spent_anew(problem: Problem, found: Prediction) -> Iterator[Prediction]:
     """Spends the memory of `found` anew, with one slot and with two: with few partitions each is a large part of the plan."""
     now = found.candidate
     for slots in {len(now.parts)} if found.method.stays else {1, 2}:
         resources = replace(now.resources, stays=frozenset(), weights_stay=frozenset(), slots=slots)
         plain = predict(problem, found.method, now.micro_batch, now.parts, resources)
-        if plain.peak <= available:
-            yield from (_with_graphs(problem, one, available) for one in (plain, *spent(problem, plain, available)))
+        if plain.peak <= problem.available:
+            yield from (_with_graphs(problem, one) for one in (plain, *spent(problem, plain)))
 
 
-def _with_graphs(problem: Problem, best: Prediction, available: int) -> Prediction:
+def _with_graphs(problem: Problem, best: Prediction) -> Prediction:
     """`best`, or a faster plan with one more kept graph, which may fit though the sum of bytes says that it does not."""
     now = best.candidate
     others = [p for p in range(first_that_learns(now.parts), len(now.parts) - 1) if p not in now.keeps]
     more = (predict(problem, best.method, now.micro_batch, now.parts, now.resources, now.keeps | {p}) for p in others)
-    return min((best, *(one for one in more if one.peak <= available)), key=lambda one: one.seconds)
+    return min((best, *(one for one in more if one.peak <= problem.available)), key=lambda one: one.seconds)
 
 
 _PRICES = (0.1, 0.4, 1.0)
@@ -186,12 +186,12 @@ def _orders(options: Sequence[Option]) -> list[tuple[Option, ...]]:
 
 
 def _roughly(
-    problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]], available: int
+    problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]]
 ) -> Iterator[_Rough]:
     """Candidates that may fit, with a kept heap and without; those that differ in slots and heap alone share a simulation."""
     simulated: dict[tuple[tuple[int, ...], Tiers], tuple[Prediction, int]] = {}
     for parts, resources in candidates:
-        if least_peak(problem, method, micro_batch, parts, resources) > available:
+        if least_peak(problem, method, micro_batch, parts, resources) > problem.available:
             continue
         key = tuple(first for first, _, _ in parts), resources.tiers
         if key not in simulated:
@@ -203,9 +203,9 @@ def _roughly(
         may_keep = problem.machine.may_keep_heap and not resources.tiers
         for heap in (True, False) if may_keep else (False,):
             kept = holes if heap else 0
-            if peak + kept <= available * _ROUGHLY:
+            if peak + kept <= problem.available * _ROUGHLY:
                 way = replace(resources, keeps_heap=heap)
-                yield _Rough(parts, way, _least(problem, plain, way, max(0, available - peak - kept)))
+                yield _Rough(parts, way, _least(problem, plain, way, max(0, problem.available - peak - kept)))
 
 
 def _slots(problem: Problem, parts: Parts, resources: Resources) -> int:
@@ -240,7 +240,7 @@ def smallest_of(problem: Problem, ways: Iterable[tuple[Method, int, Parts, Resou
     return best
 
 
-def spent(problem: Problem, plain: Prediction, available: int) -> Iterator[Prediction]:
+def spent(problem: Problem, plain: Prediction) -> Iterator[Prediction]:
     """Spends the memory left by `plain` on partitions that stay and on kept graphs, in several orders.
 
     Computing and transfers overlap in part, and an update takes about the longer of the two, so what a second of transfers is
@@ -249,23 +249,21 @@ def spent(problem: Problem, plain: Prediction, available: int) -> Iterator[Predi
     options = options_of(problem, plain)
     orders = _orders(options)
     for order in orders:
-        yield _filled(problem, plain, (), order, available)
+        yield _filled(problem, plain, (), order)
     parts, staying = plain.candidate.parts, [option for option in options if option.kind is Kind.STAY]
     if plain.candidate.resources.slots == 1 and len(staying) == len(parts):  # then nothing needs the slot
         all_stay = replace(plain.candidate.resources, slots=len(parts))
-        everything = least_peak(problem, plain.method, plain.candidate.micro_batch, parts, all_stay) <= available
+        everything = least_peak(problem, plain.method, plain.candidate.micro_batch, parts, all_stay) <= problem.available
         whole = carried_out(problem, plain, staying) if everything else plain
-        if whole.peak <= available and whole is not plain:
-            yield _filled(problem, whole, staying, [option for option in orders[0] if option.kind is Kind.KEEP], available)
+        if whole.peak <= problem.available and whole is not plain:
+            yield _filled(problem, whole, staying, [option for option in orders[0] if option.kind is Kind.KEEP])
 
 
-def _filled(
-    problem: Problem, plain: Prediction, chosen: Sequence[Option], options: Sequence[Option], available: int
-) -> Prediction:
+def _filled(problem: Problem, plain: Prediction, chosen: Sequence[Option], options: Sequence[Option]) -> Prediction:
     """`plain` with `chosen` and as many of `options`, in their order, as fit beside them."""
     best, taken = plain, tuple(chosen)
-    while more := _packed(problem, best, taken, options, available):
-        while more and (tried := carried_out(problem, plain, (*taken, *more))).peak > available:
+    while more := _packed(problem, best, taken, options):
+        while more and (tried := carried_out(problem, plain, (*taken, *more))).peak > problem.available:
             more = more[: len(more) // 2]
         if not more:
             break
@@ -273,21 +271,19 @@ def _filled(
     return best
 
 
-def _rooms(problem: Problem, now: Prediction, available: int) -> tuple[list[int], int]:
+def _rooms(problem: Problem, now: Prediction) -> tuple[list[int], int]:
     """Returns the bytes left while each partition works; and 0 if a kept graph counts while its own partition works, 1 if only
     while the later ones do."""
     candidate = now.candidate
     per_byte = heap_bytes(1) if candidate.resources.keeps_heap else 1
     others_wait = not now.method.stays and candidate.micro_batch < problem.batch_size  # graphs of other micro-batches
-    return [available - now.peak + per_byte * (now.working - work) for work in now.works], 0 if others_wait else 1
+    return [problem.available - now.peak + per_byte * (now.working - work) for work in now.works], 0 if others_wait else 1
 
 
-def _packed(
-    problem: Problem, now: Prediction, taken: Sequence[Option], options: Sequence[Option], available: int
-) -> list[Option]:
+def _packed(problem: Problem, now: Prediction, taken: Sequence[Option], options: Sequence[Option]) -> list[Option]:
     """Options beside `taken`, in their order, that fit by the sum of bytes: what stays counts while all partitions work, a kept
     graph from its own forward pass to its backward pass, so while later partitions work."""
-    left, behind = _rooms(problem, now, available)
+    left, behind = _rooms(problem, now)
     chosen = {kind: {o.partition: o for o in taken if o.kind is kind} for kind in Kind}
     packed: list[Option] = []
     for option in options:
@@ -304,7 +300,7 @@ def _packed(
     return packed
 
 
-def refined(problem: Problem, best: Prediction, available: int, repairs: int) -> Prediction:
+def refined(problem: Problem, best: Prediction, repairs: int) -> Prediction:
     """Improves `best` by moves (see `_moves`: an option added, or exchanged) as long as one fits and is faster.
 
     Simulates about `repairs` partitions in all, so that its time does not grow with the number of partitions.
@@ -324,19 +320,19 @@ def refined(problem: Problem, best: Prediction, available: int, repairs: int) ->
         }  # fmt: skip
         chosen = [option for option in options if option.partition in answers[option.kind]]
         others = [option for option in options if option not in chosen]
-        for out, come in _promising(chosen, others, best.candidate.resources, available - best.peak, left):
+        for out, come in _promising(chosen, others, best.candidate.resources, problem.available - best.peak, left):
             left -= 1
             tried = carried_out(problem, best, [option for option in (*chosen, *come) if option not in out])
-            if tried.peak <= available and tried.seconds < best.seconds:
+            if tried.peak <= problem.available and tried.seconds < best.seconds:
                 best, better = tried, True
                 break
         if not better:
-            tried = _around(problem, best, options, available, around // 3)
+            tried = _around(problem, best, options, around // 3)
             best, better, around = tried, tried is not best, 0
     return best
 
 
-def _around(problem: Problem, best: Prediction, options: Sequence[Option], available: int, count: int) -> Prediction:
+def _around(problem: Problem, best: Prediction, options: Sequence[Option], count: int) -> Prediction:
     """The best of `best` and `count` plans that begin with one or two options and are filled with others. It finds what sums
     of bytes miss: if the largest partition stays, the slot shrinks."""
     found, plain = [best], carried_out(problem, best, ())
@@ -344,8 +340,8 @@ def _around(problem: Problem, best: Prediction, options: Sequence[Option], avail
     starts = (start for size in (1, 2) for start in itertools.combinations(order, size))
     for start in itertools.islice(starts, count):
         began = carried_out(problem, plain, start)
-        if began.peak <= available:
-            found.append(_filled(problem, began, start, order, available))
+        if began.peak <= problem.available:
+            found.append(_filled(problem, began, start, order))
     return min(found, key=_rank)
 
 

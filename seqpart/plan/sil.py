@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from seqpart.device.limit import growth_beside, left_of, limit_for, margin_of, refused, what_helps
+from seqpart.device.limit import growth_beside, left_of, limit_for, refused
 from seqpart.errors import DoesNotFit
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.plan.dynamic import Piece, best_cut
@@ -15,6 +15,8 @@ from seqpart.plan.problem import (
     Candidate,
     Part,
     Problem,
+    advice,
+    contents,
     cost_of,
     costs_from,
     measurable,
@@ -45,7 +47,7 @@ def choose_cut(problem: Problem, told: PlanWording = AS_ASKED) -> tuple[Candidat
         best = _fewest(problem)
     if best is None:
         raise _does_not_fit(problem)
-    best = _with_heap(problem, best, problem.limit - margin_of(problem.limit))
+    best = _with_heap(problem, best)
     return best, _reasons(problem, best, told)
 
 
@@ -57,7 +59,7 @@ def _fewest(problem: Problem) -> Candidate | None:
             break
         if not measurable(problem, micro_batch):
             break
-        candidate = _cut_at(problem, micro_batch)
+        candidate = _cut_at(problem, micro_batch, problem.available)
         if candidate is not None:
             found.append(candidate)
     return min(found, key=lambda candidate: (len(candidate.parts), -candidate.micro_batch), default=None)
@@ -68,7 +70,7 @@ def _least_count(problem: Problem, micro_batch: int) -> int:
     if problem.count is not None or problem.starts is not None:
         return problem.count or len(problem.starts or ())
     whole = cost_of(problem, micro_batch, 0, len(problem.chain))
-    return -(-_held(whole) // max(1, _room(problem, problem.limit - margin_of(problem.limit))))
+    return -(-_held(whole) // max(1, _room(problem, problem.available)))
 
 
 def _held(cost: PartitionCost) -> int:
@@ -80,10 +82,13 @@ def _room(problem: Problem, available: int) -> int:
     return available - problem.machine.runtime - growth_beside(problem.machine.growth, 0)
 
 
-def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Candidate | None:
-    available = (problem.limit - margin_of(problem.limit)) if limit is None else limit
+def _cut_at(problem: Problem, micro_batch: int, available: int) -> Candidate | None:
     chain = len(problem.chain)
-    if problem.count is None and problem.starts is None and _fits_whole(problem, micro_batch, available):
+
+    def fits_whole() -> bool:
+        return _peak_alone(problem, (0, chain, cost_of(problem, micro_batch, 0, chain)), micro_batch) <= available
+
+    if problem.count is None and problem.starts is None and fits_whole():
         pieces = [Piece(0, chain, 0, 0)]  # the fewest there can be: no need to try the others
     else:
         starts = starts_of(problem)
@@ -103,11 +108,6 @@ def _cut_at(problem: Problem, micro_batch: int, limit: int | None = None) -> Can
     return None
 
 
-def _fits_whole(problem: Problem, micro_batch: int, available: int) -> bool:
-    chain = len(problem.chain)
-    return _peak_alone(problem, (0, chain, cost_of(problem, micro_batch, 0, chain)), micro_batch) <= available
-
-
 def _pieces(problem: Problem, micro_batch: int, first: int, ends: Sequence[int], available: int) -> Iterator[Piece]:
     """Partitions from `first` on that fit, if a longer one needs more: found by bisection, so that few are simulated.
     ends: blocks (not included) at which one may end.
@@ -121,12 +121,9 @@ def _pieces(problem: Problem, micro_batch: int, first: int, ends: Sequence[int],
     for last, cost in longer[:fitting]:
         if cost.trainable or problem.starts is not None or last - first == len(problem.chain):
             counted = cost_of(problem, micro_batch, first, last, counted=True)
-            yield Piece(first, last, _row_behind(problem, last), counted.slot + counted.train_peak)
-
-
-def _row_behind(problem: Problem, last: int) -> int:
-    """Bytes of a row of the value that is judged after block `last` - 1; a mask beside it does not make a cut worse."""
-    return problem.row_pack(problem.costs_at(micro_batches(problem)[0])[last - 1]).judged_bytes
+            # Of the row behind it what the loss takes: a mask beside that does not make a cut worse.
+            row = problem.row_pack(problem.costs_at(micro_batches(problem)[0])[last - 1]).judged_bytes
+            yield Piece(first, last, row, counted.slot + counted.train_peak)
 
 
 def _peak_alone(problem: Problem, part: Part, micro_batch: int) -> int:
@@ -148,7 +145,7 @@ def _alone(problem: Problem, part: Part, micro_batch: int) -> tuple[Candidate, S
     return Candidate(micro_batch, (part,)), walked, predicted_steps
 
 
-def _with_heap(problem: Problem, candidate: Candidate, available: int) -> Candidate:
+def _with_heap(problem: Problem, candidate: Candidate) -> Candidate:
     """`candidate` with a heap that is kept for the whole run, if there is memory for it."""
     if not problem.machine.may_keep_heap:
         return candidate
@@ -161,23 +158,17 @@ def _with_heap(problem: Problem, candidate: Candidate, available: int) -> Candid
 
     kept = replace(candidate, resources=replace(candidate.resources, keeps_heap=True))
     kept = with_heap(problem, kept, heaps_of(problem, working, [cost for _, _, cost in candidate.parts]), peaks)
-    return kept if max(peaks(kept)) <= available else candidate
+    return kept if max(peaks(kept)) <= problem.available else candidate
 
 
 def _does_not_fit(problem: Problem) -> DoesNotFit:
     needs = [(*_largest_need(problem, rows), rows) for rows in possible_micro_batches(problem)]
     cost, where, peak, rows = min(needs, key=lambda need: need[2])  # not always the fewest rows: see `exact`
     refuse_given(problem, peak)
-    cure = what_helps(
-        problem.limit, problem.machine.runtime, peak, finer=bool(problem.count or problem.starts),
-        block=cost.slot + cost.train_peak, state=cost.state,
-        rows=cost.saved if problem.micro_batch and problem.saved is None else 0,
-    )  # fmt: skip
     return refused(
         f"{where} alone needs {format_size(peak)}, at micro-batch {rows}, and {left_of(problem.limit)}.\n"
-        f"  runtime {format_size(problem.machine.runtime)}, weights {format_size(cost.weights)}, gradients "
-        f"{format_size(cost.gradients)}, optimizer {format_size(cost.state)}, activations {format_size(cost.saved)}\n"
-        f"  {cure}",
+        f"  runtime {format_size(problem.machine.runtime)}, {contents(cost)}\n"
+        f"  {advice(problem, peak, cost, finer=bool(problem.count or problem.starts))}",
         limit_for(peak),
         rows,
     )

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -25,7 +25,7 @@ from seqpart.device.limit import Grant, limit_for, refused
 from seqpart.device.pages import round_up
 from seqpart.device.sampler import Sampler
 from seqpart.device.usage import HighWater, MemoryUsage, Reservations
-from seqpart.errors import DoesNotFit, ModelError
+from seqpart.errors import DoesNotFit, ModelError, first_line
 from seqpart.interrupts import put_off
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import Kind, remembered, structure_of
@@ -70,12 +70,7 @@ class Excess:
         )  # fmt: skip
 
     def times(self, factor: int) -> "Excess":
-        return Excess(
-            forward=factor * self.forward, saved=factor * self.saved, hidden=factor * self.hidden,
-            untouched=factor * self.untouched, untouched_peak=factor * self.untouched_peak, backward=factor * self.backward,
-            inference=factor * self.inference, forward_seconds=factor * self.forward_seconds,
-            backward_seconds=factor * self.backward_seconds, kept_seconds=factor * self.kept_seconds,
-        )  # fmt: skip
+        return Excess(**{field.name: factor * getattr(self, field.name) for field in fields(self)})
 
 
 _SHORT = 0.05
@@ -208,7 +203,7 @@ class Trials:
         """A key that is equal for blocks whose real runs are alike: the same modules and settings, tensors and rows."""
         block = self._chain[number]
         if block.same_as not in self._structures:
-            self._structures[block.same_as] = _structure(block)
+            self._structures[block.same_as] = structure_of(*block.fake(FakeMode()))
         learned = self._learned if block.compiles else ()
         takes = [(value.shape[1:], value.dtype, value.number in learned) for value in cost.takes]
         return self._structures[block.same_as], *takes
@@ -238,8 +233,8 @@ class Trials:
         except Exception as error:
             if self._device.is_out_of_memory(error) or "out of memory" in str(error):  # or the C++ compiler's
                 raise self._no_room(needed + _CPP, most) from error
-            lines = str(error).splitlines() or [type(error).__name__]
-            reason = next((line.strip() for line in lines if "error:" in line), lines[0])
+            lines = (line.strip() for line in str(error).splitlines() if "error:" in line)
+            reason = next(lines, first_line(error))
             raise ModelError(f"{block} could not be compiled: {reason}. Leave --compile out.") from error
         finally:
             sampler.stop()
@@ -289,7 +284,7 @@ class Trials:
                 if self._device.is_out_of_memory(error) and fewer > 1:
                     fewer = -(-fewer // 2)
                     continue
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                reason = first_line(error)
                 if _NO_KERNEL in reason:
                     cure = f" under autocast of {self._autocast}: give --dtype fp32" if self._autocast else ""
                     raise ModelError(f"{block} cannot be run on this processor{cure}. torch says: {reason}") from error
@@ -463,11 +458,6 @@ def _alone(cost: BlockCost) -> int:
 
 def _has(module: nn.Module, kind: type[nn.Module]) -> bool:
     return any(isinstance(one, kind) for one in module.modules())
-
-
-def _structure(block: Block) -> Kind:
-    module, tensors = block.fake(FakeMode())
-    return structure_of(module, tensors)
 
 
 @contextmanager

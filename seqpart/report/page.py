@@ -2,12 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from seqpart.plan.plan import Plan, as_text_rows
+from seqpart.plan.plan import as_text_rows
 from seqpart.report.page_data import Pass, RecordedRun
 from seqpart.report.reporter import plan_notes, plan_title
 from seqpart.units import format_seconds, format_size
@@ -97,16 +97,11 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """Format of one axis. `whole`: starts at 0. `counts`: whole numbers only."""
+    """Format of one axis. `whole`: starts at 0. `steps`: distances between ticks, instead of 1, 2, 5 times a power of 10."""
 
-    name: str
     text: Callable[[float], str]
     whole: bool = False
     steps: tuple[float, ...] = ()
-
-
-def seconds_axis(text: Callable[[float], str]) -> Axis:
-    return Axis(name="time", text=text, whole=True, steps=tuple(map(float, _SECONDS)))
 
 
 def figure(
@@ -116,19 +111,18 @@ def figure(
     points = [point for one in series for point in one.points]
     across = _range([at for at, _ in points], x)
     up = _range([value for _, value in points] + [level.value for level in levels], y)
-    place = _Place(across, up)
     drawn = [
-        *(f'<path class="grid" d="M0 {place.y(value)}H{_SIDE}"/>' for value in ticks(*up, y.steps)),
-        *(f'<path class="mark" d="M{place.x(at)} 0V{_SIDE}"/>' for at, _ in marks),
-        *(f'<path class="level {level.look}" d="M0 {place.y(level.value)}H{_SIDE}"/>' for level in levels),
-        *(_drawn(one, place) for one in series),
+        *(f'<path class="grid" d="M0 {_y(value, up)}H{_SIDE}"/>' for value in ticks(*up, y.steps)),
+        *(f'<path class="mark" d="M{_x(at, across)} 0V{_SIDE}"/>' for at, _ in marks),
+        *(f'<path class="level {level.look}" d="M0 {_y(level.value, up)}H{_SIDE}"/>' for level in levels),
+        *(_drawn(one, across, up) for one in series),
     ]
     beside = [
-        f'<span class="y" style="bottom:{place.share_up(value):.2f}%">{escape(y.text(value))}</span>'
+        f'<span class="y" style="bottom:{_percent(value, up):.2f}%">{escape(y.text(value))}</span>'
         for value in ticks(*up, y.steps)
     ]
     below = [
-        f'<span class="x" style="left:{place.share_across(value):.2f}%">{escape(x.text(value))}</span>'
+        f'<span class="x" style="left:{_percent(value, across):.2f}%">{escape(x.text(value))}</span>'
         for value in ticks(*across, x.steps)
     ]
     shown = [*((one.look, one.name) for one in series), *((level.look, level.name) for level in levels)]
@@ -151,33 +145,25 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(lines)}</figure>"
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Maps numbers to coordinates of the drawing."""
-
-    across: tuple[float, float]
-    up: tuple[float, float]
-
-    def share_across(self, value: float) -> float:
-        first, last = self.across
-        return 100 * (value - first) / (last - first)
-
-    def share_up(self, value: float) -> float:
-        first, last = self.up
-        return 100 * (value - first) / (last - first)
-
-    def x(self, value: float) -> str:
-        return f"{_SIDE / 100 * self.share_across(value):.1f}"
-
-    def y(self, value: float) -> str:
-        return f"{_SIDE - _SIDE / 100 * self.share_up(value):.1f}"
+def _percent(value: float, ends: Point) -> float:
+    """Returns the place of a value between the ends of an axis, from 0 to 100."""
+    first, last = ends
+    return 100 * (value - first) / (last - first)
 
 
-def _drawn(series: Series, place: _Place) -> str:
+def _x(value: float, across: Point) -> str:
+    return f"{_SIDE / 100 * _percent(value, across):.1f}"
+
+
+def _y(value: float, up: Point) -> str:
+    return f"{_SIDE - _SIDE / 100 * _percent(value, up):.1f}"
+
+
+def _drawn(series: Series, across: Point, up: Point) -> str:
     points = thinned([point for point in series.points if all(map(math.isfinite, point))])
     if not points:
         return ""
-    where = [f"{place.x(at)} {place.y(value)}" for at, value in points]
+    where = [f"{_x(at, across)} {_y(value, up)}" for at, value in points]
     if series.joined and len(points) > 1:
         return f'<path class="line {series.look}" d="M{"L".join(where)}"/>'
     return f'<path class="dots {series.look}" d="{"".join(f"M{point}h0" for point in where)}"/>'
@@ -222,7 +208,7 @@ _LINES = 6
 """Most partitions with their own line; more share one line, in order."""
 _LISTED = 200
 _VERSIONS = ("seqpart", "torch", "python", "system", "machine", "gpu")
-_TIME = seconds_axis(format_seconds)
+_TIME = Axis(text=format_seconds, whole=True, steps=_SECONDS)
 
 
 def document(run: RecordedRun) -> str:
@@ -294,7 +280,7 @@ def _memory(run: RecordedRun) -> str:
     if run.plan is not None:
         levels.append(Level(name=f"predicted peak {format_size(run.plan.peak)}", look="predicted", value=run.plan.peak))
     drawn = figure(
-        "Memory over time", [*names, *series], _TIME, Axis(name="memory", text=lambda held: format_size(int(held)), whole=True),
+        "Memory over time", [*names, *series], _TIME, Axis(text=lambda held: format_size(int(held)), whole=True),
         levels=levels, marks=[(at, 0.0) for at in run.resumed_at],
     )  # fmt: skip
     words = f"Read from: {run.curves[-1].source}."
@@ -307,12 +293,10 @@ def _losses(run: RecordedRun) -> str:
     if not run.passes:
         return ""
     marks = [(at, 0.0) for at in run.resumed_at]
-    found = figure(
-        "Loss", _series(run.passes, "loss"), _TIME, Axis(name="loss", text=lambda value: f"{value:.4g}"), marks=marks
-    )
+    found = figure("Loss", _series(run.passes, "loss"), _TIME, Axis(text=lambda value: f"{value:.4g}"), marks=marks)
     right = _series([one for one in run.passes if one.accuracy is not None], "accuracy")
     if right:
-        text = Axis(name="accuracy", text=lambda value: f"{100 * value:.4g} %")
+        text = Axis(text=lambda value: f"{100 * value:.4g} %")
         found += figure("Accuracy", right, _TIME, text, marks=marks)
     return f"<section><h2>Loss and accuracy</h2>{found}</section>"
 
@@ -348,16 +332,13 @@ def _time(run: RecordedRun) -> str:
         for kind, found in sorted(run.steps.items(), key=lambda item: -item[1].seconds)
     ]  # fmt: skip
     rows.append(("outside of steps", max(0.0, run.seconds - known), f"{max(0.0, run.seconds - known):.1f} s"))
-    issued = " On a GPU a step lasts as long as it took to issue it." if _on_a_card(run) else ""
+    on_gpu = run.plan is not None and not run.plan.device.startswith("CPU")
+    issued = " On a GPU a step lasts as long as it took to issue it." if on_gpu else ""
     return (
         f"<section><h2>Where the time went</h2>{bars('Seconds by kind of step', rows)}<p>Transfers from and to homes "
         "while another partition computes cost only the seconds that were waited for. Outside of steps: planning, writing of "
         f"the first homes and rows, checkpoints, results.{issued}</p></section>"
     )
-
-
-def _on_a_card(run: RecordedRun) -> bool:
-    return run.plan is not None and not run.plan.device.startswith("CPU")
 
 
 def _moved(read: int, written: int) -> str:
@@ -368,13 +349,9 @@ def _moved(read: int, written: int) -> str:
 def _planned(run: RecordedRun) -> str:
     if run.plan is None:
         return ""
-    title, notes = escape(plan_title(run.plan)), _list(plan_notes(run.plan))
-    return f"<section><h2>Plan</h2><p>{title}</p>{_plan_table(run.plan)}{notes}</section>"
-
-
-def _plan_table(plan: Plan) -> str:
-    rows = as_text_rows(plan)
-    return _table(list(rows[0]), [list(map(str, row.values())) for row in rows])
+    rows, notes = as_text_rows(run.plan), _list(plan_notes(run.plan))
+    table = _table(list(rows[0]), [list(map(str, row.values())) for row in rows])
+    return f"<section><h2>Plan</h2><p>{escape(plan_title(run.plan))}</p>{table}{notes}</section>"
 
 
 def _proof(run: RecordedRun) -> str:
@@ -443,8 +420,4 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _list(lines: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in _shown(lines)) + "</ul>"
-
-
-def _shown(lines: Iterable[str]) -> Iterator[str]:
-    yield from itertools.islice(lines, _LISTED)
+    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in itertools.islice(lines, _LISTED)) + "</ul>"

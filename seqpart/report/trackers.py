@@ -8,6 +8,8 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,23 +81,13 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _writer() -> Callable[..., Any]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer: Callable[..., Any] = SummaryWriter
-        return writer
-    except ImportError:
-        pass
-    try:
-        from tensorboardX import SummaryWriter as OtherWriter
-
-        other: Callable[..., Any] = OtherWriter
-        return other
-    except ImportError:
-        raise OptionError(
-            "--log tensorboard: neither tensorboard nor tensorboardX is installed. pip install tensorboard, or leave it out."
-        ) from None
+def _writer() -> Any:
+    for module in ("torch.utils.tensorboard", "tensorboardX"):
+        with suppress(ImportError):
+            return import_module(module).SummaryWriter
+    raise OptionError(
+        "--log tensorboard: neither tensorboard nor tensorboardX is installed. pip install tensorboard, or leave it out."
+    )
 
 
 def _wandb() -> Any:
@@ -108,11 +100,8 @@ def _wandb() -> Any:
 
 def _wandb_with_login() -> None:
     wandb = _wandb()
-    if os.environ.get("WANDB_MODE", "online") == "online":
-        _refuse_without_login(wandb)
-
-
-def _refuse_without_login(wandb: Any) -> None:
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return
     if "prompt" not in inspect.signature(wandb.login).parameters:  # older versions would ask, and `init` refuses itself
         return
     try:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from seqpart.device.ranks import Ranks
-from seqpart.errors import Diverged, OutOfMemory
+from seqpart.errors import Diverged, OutOfMemory, first_line
 from seqpart.methods.ist.moving import Parting
 from seqpart.model.inspection import explained_step
 from seqpart.model.optimizers import GradientNorm, total_norm
@@ -112,7 +112,7 @@ class Executor:
                 if told is error:
                     raise
                 raise told from error
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            text = first_line(error)
             if self.step.verb not in _CAN_BE_UNDONE:
                 raise out_of_memory(self.step, text) from None
             failed = text

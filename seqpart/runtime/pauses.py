@@ -60,20 +60,16 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
         yield from value if isinstance(value, list | tuple) else (value,)
 
 
-class AwayParameter(nn.Parameter):
-    """Class of the model's parameters during a pause."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _of_a_tensor_that_is_away(func, args, kwargs or {})
-
-
 class AwayTensor(torch.Tensor):
     """Class of the model's buffers during a pause."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _of_a_tensor_that_is_away(func, args, kwargs or {})
+
+
+class AwayParameter(AwayTensor, nn.Parameter):
+    """Class of the model's parameters during a pause."""
 
 
 _AWAY: dict[type, type] = {nn.Parameter: AwayParameter, torch.Tensor: AwayTensor}

@@ -1,4 +1,4 @@
-"""The results of a run and of an evaluation."""
+"""The results of a run and of an evaluation: a run whose phases are passes over the test rows, which leaves no files."""
 
 import json
 import time
@@ -16,12 +16,14 @@ from seqpart.callbacks import MetricValue
 from seqpart.device.device import describe_versions
 from seqpart.device.sampler import Proof
 from seqpart.errors import CorruptFile, OptionError, StoreError, shown
+from seqpart.fields import values_of
 from seqpart.model.metrics import Metrics
 from seqpart.model.weight_files import write_adapter, write_pretrained
 from seqpart.plan.plan import Plan
 from seqpart.report.reporter import figures
 from seqpart.runtime.run import Run
 from seqpart.schedule.steps import Position
+from seqpart.settings import Settings
 from seqpart.store.atomic import write_text
 from seqpart.store.scratch import AVERAGE, PLAN, RESULT, WEIGHTS
 from seqpart.units import now
@@ -120,7 +122,7 @@ def carry_out(session: Run, began: float) -> Result:
             with directory.resumable(session.reporter.add_note, lambda: session.saving.told), session.interrupts:
                 with _weights_kept(session):
                     session.run_stages()
-                if session.averages and session.ranks.leads:
+                if session.settings.averages and session.ranks.leads:
                     session.homes.export(directory.result(AVERAGE), averages=True)
                 session.take_best()
                 if session.ranks.leads:
@@ -166,7 +168,7 @@ def _conclude(session: Run, seconds: float) -> Result:
         best_update=session.watch.best_update,
         train_losses=tuple(session.losses), proof=proof, proofs=proofs, plan=plan,
         seconds=round(seconds, 2), final_micro_batch=plan.micro_batch,
-        average=directory.root / AVERAGE if session.averages else None,
+        average=directory.root / AVERAGE if session.settings.averages else None,
     )  # fmt: skip
     summary = {name: value for name, value in asdict(result).items() if name not in _NOT_TOLD}
     summary |= {"weights": str(weights), "peak at": sampler.peak_label, "plan": PLAN}
@@ -200,3 +202,33 @@ def tested(result: Result) -> str:
     if result.test_loss is None:
         return "not tested: there is no test set"
     return figures(result.test_loss, result.accuracy, result.metrics, "test ")
+
+
+def evaluation_settings(settings: Settings, rows: int, folder: Path, weights: str | Path | None = None) -> Settings:
+    """Returns the settings for an evaluation of `rows` rows, with all files in `folder`. weights: a file that replaces the
+    model's own.
+
+    A plan has room for training, so it is made for the exact method and the optimizer that need least, and one update's rows.
+    """
+    batch = min(max(values_of(settings.batch_size)), rows)
+    micro_batch = settings.micro_batch_size
+    return Settings(
+        mem_limit=settings.mem_limit, method="streamed", device=settings.device, ram_limit=settings.ram_limit,
+        output_dir=folder / "run", batch_size=batch, micro_batch_size=None if micro_batch is None else min(micro_batch, batch),
+        loss_chunks=settings.loss_chunks, compile=settings.compile, loss=settings.loss_name,
+        label_smoothing=settings.label_smoothing, optimizer="sgd", dtype=settings.dtype,
+        seed=settings.seed, save_every="never", epochs=1,
+        weights=settings.weights if weights is None else Path(weights), cache=settings.cache, workers=settings.workers,
+        weights_partial=settings.weights_partial and weights is None,
+    )  # fmt: skip
+
+
+def evaluated(session: Run, before: Proof | None = None) -> Evaluation:
+    """Runs the evaluation, which leaves no results and the modules as they were. before: the proof of a run that it belongs
+    to; the returned proof is then of both."""
+    with session.limited(), session.interrupts:
+        session.run_stages()
+    assert session.test is not None
+    (loss, accuracy), proof = session.test, session.proof()
+    proof = proof if before is None else before.and_then(proof)
+    return Evaluation(loss=loss, accuracy=accuracy, proof=proof, metrics=session.watch.metrics)

@@ -40,7 +40,7 @@ from seqpart.runtime.watch import Watch, updates_before
 from seqpart.runtime.weight_store import UNBEGUN, WeightStore, open_places
 from seqpart.schedule.best import LoopState
 from seqpart.schedule.phase import Phase, PhaseKind
-from seqpart.schedule.phases import Phases, counted
+from seqpart.schedule.phases import counted
 from seqpart.schedule.progress import checked
 from seqpart.schedule.steps import Event, PhaseDone, Position, StepDone, Verb, steps_of
 from seqpart.settings import Settings
@@ -119,10 +119,6 @@ class Run:
         """True if optimizers of several partitions have counted updates, each its own."""
         several = len(self._partitions) > 1 and any(one.counts for one in self.prepared.stages[0].optimizers)
         return several and (self._resumed is not None or any(partition.built is not None for partition in self._partitions))
-
-    @property
-    def averages(self) -> bool:
-        return self._settings.averages
 
     @contextmanager
     def limited(self, *, rows: bool = True) -> Iterator[None]:
@@ -386,7 +382,8 @@ class Run:
             self._go_on(failure, halved, f" with micro-batch {halved.request.micro_batch} instead of {failure.micro_batch}")
 
     def _go_back(self, at: Position) -> None:
-        self.losses = self.losses[: _passes_before(self.prepared.phases, at)]
+        over = counted(self.prepared.phases[: at.phase])
+        self.losses = self.losses[: sum(times for phase, times in over if phase.kind is PhaseKind.TRAIN)]
         self.watch.evaluations.go_back(at.phase)
 
     def _failed(self, executor: Executor, error: Exception) -> None:
@@ -561,8 +558,3 @@ class Run:
             runtime=plan.runtime, allocator_peak=self._device.allocator_peak(), host=plan.host_limit,
             file_growth=sampler.file_growth, samples=sampler.samples, violations=sampler.violations,
         )  # fmt: skip
-
-
-def _passes_before(phases: Phases, position: Position) -> int:
-    """Returns the number of training passes that are over at `position`."""
-    return sum(times for phase, times in counted(phases[: position.phase]) if phase.kind is PhaseKind.TRAIN)

@@ -40,8 +40,8 @@ from seqpart.store.scratch import JOB, PLAN
 from seqpart.store.store import Store
 from seqpart.units import format_size, now
 
-PlanWording = Callable[[str], AbstractContextManager[None]]
-"""Context manager that names, in an out-of-memory error, what was being done."""
+Doing = Callable[[str], AbstractContextManager[None]]
+"""A function of what is being done, which returns a context in which an out-of-memory error says so."""
 
 
 class WeightStore:
@@ -51,7 +51,7 @@ class WeightStore:
     """
 
     def __init__(
-        self, planner: Planner, prepared: ExecutionPlan, scratch: RunDirectory, reporter: Reporter, told: PlanWording,
+        self, planner: Planner, prepared: ExecutionPlan, scratch: RunDirectory, reporter: Reporter, told: Doing,
         stack: ExitStack,
     ) -> None:  # fmt: skip
         self._planner, self._prepared, self._reporter, self._told = planner, prepared, reporter, told
@@ -126,13 +126,13 @@ class WeightStore:
         ranks, chain = self._planner.ranks, self._prepared.chain
         others = {block.state_home for p, block in self._placed() if self._owner_of(p) not in (None, ranks.number)}
         if ranks.count > 1:
-            self._pass([name for block in chain for name in (block.home, block.state_home)], 0, lambda name: name not in others)
+            self.give([name for block in chain for name in (block.home, block.state_home)], 0, lambda name: name not in others)
 
     def collect_states(self) -> None:
         """Gives the first rank the optimizer state that each of the others has alone."""
         for owner in range(1, self._planner.ranks.count):
             names = [block.state_home for p, block in self._placed() if self._owner_of(p) == owner]
-            self._pass(names, owner, lambda _: self._planner.ranks.leads)
+            self.give(names, owner, lambda _: self._planner.ranks.leads)
 
     def _placed(self) -> Iterator[tuple[int, Block]]:
         """Yields each block with its partition's number."""
@@ -149,11 +149,7 @@ class WeightStore:
         averages = [block.state_home for block in blocks] if self._planner.settings.averages else []
         return self.give([*(block.home for block in blocks), *averages], p % self._planner.ranks.count)
 
-    def give(self, names: Iterable[str], source: int) -> int:
-        """Gives homes of rank `source`, as far as it has them, to all others. Returns the bytes sent."""
-        return self._pass(names, source, lambda _: True)
-
-    def _pass(self, names: Iterable[str], source: int, takes: Callable[[str], bool]) -> int:
+    def give(self, names: Iterable[str], source: int, takes: Callable[[str], bool] = lambda _: True) -> int:
         """Gives homes of rank `source`, as far as it has them, to the others that take them. Returns the bytes sent."""
         ranks, sent = self._planner.ranks, 0
         gives = ranks.number == source
@@ -230,8 +226,7 @@ class WeightStore:
             return
         with self.store.sink(block.home, layout, REQUEST) as sink:
             for spec in layout.specs:
-                flat = found[spec.name].as_strided((found[spec.name].numel(),), (1,)).view(torch.uint8)
-                sink.append(bytes_of(flat))
+                sink.append(_in_memory(found[spec.name]))
 
     def remember(self) -> None:
         """Remembers the weights as they are now, for `recall`."""
@@ -261,8 +256,13 @@ class WeightStore:
         if layout.nbytes:
             with closing(self.store.source(block.home, REQUEST)) as source:
                 for tensor in found.values():
-                    source.fill(bytes_of(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)))
+                    source.fill(_in_memory(tensor))
         return found
+
+
+def _in_memory(tensor: torch.Tensor) -> memoryview:
+    """Returns the tensor's bytes in the order of its memory."""
+    return bytes_of(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8))
 
 
 UNBEGUN = "unbegun"

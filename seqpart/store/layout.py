@@ -22,11 +22,11 @@ from seqpart.errors import CorruptFile, ModelError
 from seqpart.schema import Whole, as_type, word_of
 from seqpart.text import parsed
 
-_CODES = {
+CODES = {
     torch.complex64: "C64", torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-DTYPES = {code: dtype for dtype, code in _CODES.items()}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 LINE = 64
 """Alignment of tensors in bytes, as of torch's own on the CPU."""
@@ -41,7 +41,7 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[Whole, Whole]
 
 
-_LARGEST_HEADER = 64 << 20
+LARGEST_HEADER = 64 << 20
 _STRIDES = "seqpart.strides"
 """Metadata key in a home's header: JSON of shape and strides by name, for tensors that do not lie row by row."""
 
@@ -78,7 +78,7 @@ class Layout:
     def of(cls, tensors: Iterable[TensorSpec]) -> Self:
         placed, offset = [], 0
         for spec in sorted(tensors, key=lambda spec: (-spec.dtype.itemsize, not spec.shape)):
-            if spec.dtype not in _CODES:
+            if spec.dtype not in CODES:
                 raise ModelError(
                     f"tensor {spec.name!r} has type {spec.dtype}, which cannot be stored. Use a plain float or int type."
                 )
@@ -144,7 +144,7 @@ def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> b
     entries |= _fillers(Layout(tuple(specs)))
     for spec in specs:
         entries[spec.name] = {
-            "dtype": _CODES[spec.dtype],
+            "dtype": CODES[spec.dtype],
             "shape": _as_it_lies(spec),
             "data_offsets": [spec.offset, spec.offset + spec.nbytes],
         }
@@ -209,7 +209,7 @@ def decode_entries(text: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
 def header_size(head: bytes, path: Path) -> int:
     """Bytes before the data, from the first 8 bytes of a file that we wrote. Raises CorruptFile, naming `path`."""
     length = 8 + int.from_bytes(head[:8], "little")
-    if len(head) < 8 or length % PAGE or not PAGE <= length <= _LARGEST_HEADER:
+    if len(head) < 8 or length % PAGE or not PAGE <= length <= LARGEST_HEADER:
         raise CorruptFile(
             f"{path} is not a file that seqpart wrote whole (its header length is {length}). It was not used.", path
         )

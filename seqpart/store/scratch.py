@@ -4,6 +4,7 @@ Only plain files with names that we give are counted or removed, in directories 
 the user's.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -69,12 +70,18 @@ def clear_scratch(folder: Folder) -> int:
         return freed
     if not folder.holds(PUBLISHING):
         freed += sum(folder.remove(name) for name in folder.names() if _NEW_RESULT.fullmatch(name))
+    freed += sum(inside.remove(file) for inside, file in _scratch_files(folder))
+    for name in FOLDERS:
+        folder.remove_folder(name)
+    return freed
+
+
+def _scratch_files(folder: Folder) -> Iterator[tuple[Folder, str]]:
+    """Yields (directory, name) of homes and rows."""
     for name, pattern in FOLDERS.items():
         with folder_inside(folder, name) as inside:
             if inside is not None:
-                freed += sum(inside.remove(file) for file in inside.names() if pattern.fullmatch(file))
-        folder.remove_folder(name)
-    return freed
+                yield from zip(itertools.repeat(inside), filter(pattern.fullmatch, inside.names()))
 
 
 def remove_half_written(folder: Folder) -> int:
@@ -84,12 +91,7 @@ def remove_half_written(folder: Folder) -> int:
 
 def scratch_bytes(folder: Folder) -> int:
     """Bytes of homes and rows."""
-    held = 0
-    for name, pattern in FOLDERS.items():
-        with folder_inside(folder, name) as inside:
-            if inside is not None:
-                held += sum(inside.size(file) for file in inside.names() if pattern.fullmatch(file))
-    return held
+    return sum(inside.size(file) for inside, file in _scratch_files(folder))
 
 
 def has_checkpoint(root: Path | Folder) -> bool:

@@ -32,7 +32,7 @@ from seqpart.store.host_pool import HostPool
 from seqpart.store.layout import Layout
 from seqpart.store.movers import Watched, movers, unwatched
 from seqpart.store.scratch import HOME_FILES
-from seqpart.store.streams import FromFile, FromHost, Sink, Source, ToFile, ToHost, WithGaps, WithoutGaps
+from seqpart.store.streams import FromFile, FromHost, Gathering, Sink, Source, ToHost, WithGaps, WithoutGaps
 from seqpart.store.tensor_file import TensorFiles, Version
 
 
@@ -314,8 +314,12 @@ class Store:
         link = f"{tier} to device" if way == UP else f"device to {tier}"
         return self.watched(stream, name, link=link, nbytes=self._homes[name].layout.nbytes)
 
-    def put_all(self, items: Iterable[tuple[str, Layout, torch.Tensor]]) -> None:
-        self.begin_put(items, _at_once).wait()
+    def read(self, name: str) -> dict[str, torch.Tensor]:
+        """Returns the tensors of a home, in new memory."""
+        layout = self.layout(name)
+        flat = aligned(layout.padded_nbytes)
+        self.get(name, flat)
+        return layout.views(flat)
 
     def get_all(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.begin_get(items, _at_once).wait()
@@ -437,9 +441,7 @@ class Store:
             had, wanted = ({replace(spec, offset=0) for spec in one.specs} for one in (now, layout))
             if not (had <= wanted if name in growing else had == wanted):
                 continue
-            flat, other = aligned(now.padded_nbytes), aligned(layout.padded_nbytes)
-            self.get(name, flat)
-            views = now.views(flat)
+            views, other = self.read(name), aligned(layout.padded_nbytes)
             for tensor, view in layout.views(other).items():
                 if tensor in views:
                     view.copy_(views[tensor])
@@ -485,9 +487,10 @@ class Store:
         else:
             self._will_change(home, self._epoch)
             with self._new_version(name, home) as path, self._files.writing(path, layout) as writing:
-                sink = ToFile(writing, min(request, max(PAGE, layout.padded_nbytes)))
+                sink = Gathering(writing.append, min(request, max(PAGE, layout.padded_nbytes)))
                 yield WithGaps(sink, layout)
-                home.now = sink.finish()
+                sink.flush()
+                home.now = writing.finish()
             with self._count:
                 self.traffic.bytes_written += layout.nbytes
         home.layout = layout

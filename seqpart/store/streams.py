@@ -16,7 +16,7 @@ from seqpart.files import remove
 from seqpart.store.direct import DirectFile
 from seqpart.store.layout import Layout
 from seqpart.store.movers import movers
-from seqpart.store.tensor_file import TensorFiles, Version, Writing
+from seqpart.store.tensor_file import TensorFiles, Version
 
 
 class Source(Protocol):
@@ -119,9 +119,11 @@ class ToHost:
         self._at += len(memory)
 
 
-class ToFile:
-    def __init__(self, writing: Writing, request: int) -> None:
-        self._writing, self._bytes, self._filled = writing, bytes_of(aligned(request)), 0
+class Gathering:
+    """Gathers ragged pieces into requests for `write`, a function of (whole pages, bytes of them that count)."""
+
+    def __init__(self, write: Callable[[memoryview, int], object], request: int) -> None:
+        self._write, self._bytes, self._filled = write, bytes_of(aligned(request)), 0
 
     def append(self, memory: memoryview) -> None:
         done = 0
@@ -130,16 +132,13 @@ class ToFile:
             self._bytes[self._filled : self._filled + some] = memory[done : done + some]
             done, self._filled = done + some, self._filled + some
             if self._filled == len(self._bytes):
-                self._flush()
+                self.flush()
 
-    def _flush(self) -> None:
-        self._writing.append(self._bytes[: round_up(self._filled)], self._filled)
-        self._filled = 0
-
-    def finish(self) -> Version:
+    def flush(self) -> None:
+        """Writes the last pieces."""
         if self._filled:
-            self._flush()
-        return self._writing.finish()
+            self._write(self._bytes[: round_up(self._filled)], self._filled)
+        self._filled = 0
 
 
 K = TypeVar("K")

@@ -16,14 +16,12 @@ from torch import nn
 from seqpart.capture.capture import judged_output, run_on_rows
 from seqpart.data.reader import Batch, open_reader
 from seqpart.data.splits import Split
-from seqpart.device.pages import aligned
 from seqpart.device.sampler import Sampler
 from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DataError, DoesNotFit, ModelError, OutOfMemory, VerifyMismatch
 from seqpart.intake import tested_on_first
 from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss, TrueLoss
-from seqpart.model.blocks import Block
 from seqpart.model.reductions import LossValue, share_of_update
 from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
@@ -153,12 +151,7 @@ class _Recorder:
         store = session.homes.store
         for block in session.prepared.chain:
             for home, kind in ((block.home, VALUE), (block.state_home, STATE))[: 2 if self._goes_on else 1]:
-                if home not in store:
-                    continue
-                layout = store.layout(home)
-                flat = aligned(layout.padded_nbytes)
-                store.get(home, flat)
-                for name, tensor in layout.views(flat).items():
+                for name, tensor in (store.read(home) if home in store else {}).items():
                     self._digests.see(Key(self._digests.steps, kind, block.number, f"{block.name}.{name}"), tensor)
 
 
@@ -280,28 +273,16 @@ def _filled(session: Run, model: object) -> tuple[nn.Module, dict[int, dict[str,
     assert isinstance(plain, nn.Module)
     own = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers(remove_duplicate=False))}
     found: dict[int, dict[str, torch.Tensor]] = {}
-    for block, values in zip(chain, _initial(session, chain), strict=True):
+    store = session.homes.store
+    for block in chain:
         found[block.number] = {}
-        for name, value in values.items():
+        for name, value in (store.read(block.home) if block.home in store else {}).items():
             tensor = own.get(block.exported(name))
             if tensor is None:
                 raise Unlike(f"its tensor {block.exported(name)} has another name in a copy of the model")
-            tensor.data = value
+            tensor.data = value.clone()  # as a plain loop's own lie in memory
             found[block.number][name] = tensor
     return plain.to(session.device.torch).train(), found
-
-
-def _initial(session: Run, chain: Sequence[Block]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields copies of each block's initial tensors."""
-    store = session.homes.store
-    for block in chain:
-        if block.home not in store:
-            yield {}
-            continue
-        layout = store.layout(block.home)
-        flat = aligned(layout.padded_nbytes)
-        store.get(block.home, flat)
-        yield {name: view.clone() for name, view in layout.views(flat).items()}
 
 
 def _updates(session: Run, phase: Phase) -> Iterator[Iterator[Batch]]:

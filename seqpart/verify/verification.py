@@ -15,6 +15,7 @@ Digests, because all tensors of some updates are many times the model. (3) needs
 avoid: equality with full training is seen where full training can run, on a smaller model of the same blocks if need be.
 """
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, Verif
 from seqpart.methods import EXACT, METHODS
 from seqpart.model.compiled import as_written, original
 from seqpart.model.freezing import Freezing
-from seqpart.model.inspection import KeptModes
+from seqpart.model.inspection import kept_modes
 from seqpart.model.losses import LossChoice
 from seqpart.model.optimizer_trials import Build
 from seqpart.model.packs import tiers_in_words
@@ -104,16 +105,12 @@ def verify(
     """
     reporter = reporter or Reporter(quiet=True)
     _refuse(steps, reference, sweep, options)
+    if reuse is not None and options.get("method", "auto") not in ("auto", reuse.method):
+        raise OptionError(f"--plan: that plan is by method {reuse.method}. Leave --method {options['method']} out.")
     with own_folder(Path(options.get("offload_dir") or "runs"), "verify-") as folder, ExitStack() as stack:
         # Weights, gradients and state are compared on the device, right before each step.
-        options = {
-            **options,
-            "offload_dir": None,
-            "output_dir": folder / "run",
-            "save_every": "never",
-            "optimizer_on": "device",
-        }
-        options = {"method": "streamed", **options} if reuse is None else {**options, "method": _method_for(reuse, options)}
+        options |= {"offload_dir": None, "output_dir": folder / "run", "save_every": "never", "optimizer_on": "device"}
+        options = {"method": "streamed", **options} if reuse is None else {**options, "method": "auto"}
 
         def planned(_: ExitStack, tiled: object, chunks: int | None) -> tuple[Variant, Callable[..., Trainer]]:
             def trainer(**changed: Any) -> Trainer:
@@ -127,7 +124,7 @@ def verify(
         options |= {"padding": None, "batch_size": asked.settings.batch_size, "shuffle": asked.settings.shuffle}
         stack.enter_context(as_written(model))
         ways, model = asked.ways(reuse), stack.enter_context(PlainTensors(original(model), asked.device.kind))
-        model = stack.enter_context(KeptModes(stack.enter_context(Freezing(model, asked.settings.frozen))))
+        model = stack.enter_context(kept_modes(stack.enter_context(Freezing(model, asked.settings.frozen))))
         limited, trainer = first_that_fits(stack, model, ways, planned)
         _refuse_plan(limited, steps, reference, reuse)
         found = _compared(limited, trainer, rows, steps, reference, sweep, reporter, folder / "tensor", model)
@@ -280,17 +277,10 @@ _CLOSE, _CLOSE_NARROW, _CLOSE_EVALUATION = 1e-3, 5e-2, 1e-4
 
 
 def _near(one: float, other: float, close: float) -> bool:
-    return abs(one - other) <= close * max(abs(one), abs(other), 1e-6)
+    return math.isclose(one, other, rel_tol=close, abs_tol=1e-6 * close)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
-
-
-def _method_for(reuse: Plan, options: dict[str, Any]) -> str:
-    """Returns the method that uses all answers of a plan again."""
-    if options.get("method", "auto") not in ("auto", reuse.method):
-        raise OptionError(f"--plan: that plan is by method {reuse.method}. Leave --method {options['method']} out.")
-    return "auto"
 
 
 def _refuse(steps: int, reference: str, sweep: int, options: dict[str, Any]) -> None:

@@ -40,7 +40,8 @@ def load(
     Raises DataError for missing or damaged files, OptionError for unknown names.
     """
     prefix, _, rest = name.partition(":")
-    images.refuse_misplaced(name, augment)
+    if augment is not None and prefix != "imagefolder":
+        raise OptionError(f"--augment goes with --data imagefolder:DIR; found --data {name}.")
     if prefix in ("idx", "npz", "folder", "imagefolder", "text", "hf-text"):
         refuse_unusable("--data", Path(rest))
     if image_size is not None and prefix not in ("folder", "imagefolder"):
@@ -84,16 +85,15 @@ def load(
 
 def digits() -> tuple[Split, Split]:
     """Returns scikit-learn's 1,797 handwritten digits, 8 x 8 pixels, from 0 to 1; every fifth row is a test row."""
-    table = _digits_table()
+    table = digits_table()
     x, y = torch.from_numpy(table[:, :64]).to(torch.float32) / 16, torch.from_numpy(table[:, 64]).to(torch.int64)
     return every_fifth(x, y)
 
 
-def _digits_table() -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
-    # The file is read without importing scikit-learn, whose 57 MB would count against the limit.
+def digits_table() -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
+    """Reads the file without importing scikit-learn, whose 57 MB would count against the limit. Raises DataError."""
     spec = importlib.util.find_spec("sklearn")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    for folder in folders:
+    for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
         if path.exists():
             return np.loadtxt(path, delimiter=",")
@@ -210,11 +210,15 @@ def _idx_header(file: BinaryIO, path: Path, dimensions: int) -> tuple[int, ...]:
     return shape
 
 
-def _exactly(file: BinaryIO, size: int, path: Path) -> bytes:
+def _read(file: BinaryIO, size: int, path: Path) -> bytes:
     try:
-        data = file.read(size)
+        return file.read(size)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} is damaged: {error}. Fetch it again.") from None
+
+
+def _exactly(file: BinaryIO, size: int, path: Path) -> bytes:
+    data = _read(file, size, path)
     if len(data) < size:
         raise DataError(f"{path} is damaged: it ends {size - len(data)} bytes too early. Fetch it again.")
     return data
@@ -222,11 +226,7 @@ def _exactly(file: BinaryIO, size: int, path: Path) -> bytes:
 
 def _ended(file: BinaryIO, path: Path) -> None:
     """Raises DataError unless the file ends here. Reading past its end also makes gzip compare the checksum."""
-    try:
-        more = file.read(1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is damaged: {error}. Fetch it again.") from None
-    if more:
+    if _read(file, 1, path):
         raise DataError(f"{path} is damaged: it is longer than its header says. Fetch it again.")
 
 

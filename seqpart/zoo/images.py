@@ -175,8 +175,3 @@ def _flipped(image: Any) -> Any:
     from PIL import Image
 
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.5 else image
-
-
-def refuse_misplaced(name: str, augment: str | None) -> None:
-    if augment is not None and not name.startswith("imagefolder:"):
-        raise OptionError(f"--augment goes with --data imagefolder:DIR; found --data {name}.")

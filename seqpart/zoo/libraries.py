@@ -1,7 +1,6 @@
 """Models of torchvision, timm and transformers by name: whole, as their libraries make them. Planning cuts them."""
 
 import difflib
-import importlib
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -232,7 +231,7 @@ def _module(name: str, asked: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        return importlib.import_module(name)
+        return import_module(name)
     except ModuleNotFoundError as error:
         raise OptionError(f"{asked}: no module named {error.name!r} here or among the installed packages.") from None
     except Exception as error:

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpart.device import cgroups, nvml
-from seqpart.device import device as devices
 from seqpart.device.cuda import CudaDevice
-from seqpart.device.device import Device, describe_versions, host_memory_free, keyed_seed
+from seqpart.device.device import Device, describe_versions, host_memory_free, keyed_seed, version_of
 from seqpart.device.opening import open_device
 from seqpart.device.pages import PAGE
 from seqpart.device.usage import MemoryUsage
@@ -248,7 +247,7 @@ def test_the_versions_name_what_a_bug_report_needs():
     versions = describe_versions()
     assert versions["torch"] == torch.__version__
     assert {"seqpart", "python", "system", "machine", "gpu"} <= versions.keys()
-    assert devices._version("no-such-package") == "not installed"
+    assert version_of("no-such-package") == "not installed"
 
 
 @pytest.mark.parametrize(("hole", "tensor"), [(1_000_000, 100_000), (68_000, 66_000)])

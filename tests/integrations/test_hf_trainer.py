@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from seqpart import Padding
 from seqpart.errors import DataError, Interrupted
@@ -111,7 +112,7 @@ def test_updates_have_the_rows_that_they_have_in_transformers(tmp_path_factory, 
     batches = hf_data.Batches(collator=list, name="", size=size, columns=None, padding=Padding({}))
     lengths = lengths_of(made, count)
     order = hf_data.order_of(items, made, lengths.rows, lengths.batch, None)
-    loader = hf_data.training_loader(items, batches, order, lengths.batch, 0)
+    loader = DataLoader(items, lengths.batch, sampler=order, collate_fn=batches)
     expected = theirs.get_train_dataloader()
     assert theirs.set_initial_training_values(made, expected)[-1] == lengths.updates
     for epoch in range(3):

@@ -17,7 +17,7 @@ NAMED = {
     "cli/job.py": {"sil"},  # the command's default
     "cli/commands.py": {"streamed", "full"},  # its defaults
     "verify/verification.py": {"streamed", "full"},
-    "runtime/evaluation.py": {"streamed"},  # an evaluation trains nothing: the method that needs least
+    "runtime/result.py": {"streamed"},  # an evaluation trains nothing: the method that needs least
     "plan/plan.py": {"streamed"},  # how recovery is planned
     "model/losses.py": {"psl"},  # a loss of that name
 }

@@ -2,6 +2,7 @@
 
 import copy
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.device.pages import aligned
 from seqpart.errors import CorruptFile, OptionError
-from seqpart.model.optimizers import averaging, choose, describe
+from seqpart.model.optimizers import choose, describe
 from seqpart.store.layout import TensorSpec, spec_of
 
 CHOICES = {
@@ -884,7 +885,7 @@ def test_a_state_that_is_called_as_the_average_is_does_not_go_with_one():
                 self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(p.detach(), 0.1)
             super().step(closure)
 
-    choice = averaging(describe("", lambda parameters: Own(parameters, lr=0.1)), 0.9)
+    choice = replace(describe("", lambda parameters: Own(parameters, lr=0.1)), average=0.9)
     with pytest.raises(OptionError, match="ema: optimizer Own keeps a state 'average' of its own"):
         kept(choice, (3, 2))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqpart.device.limit import margin_of
+from seqpart.device.limit import limit_for
 from seqpart.methods.exact import CHECKPOINTED, FULL, STREAMED
 from seqpart.model.packs import tiers_of
 from seqpart.plan.exact import candidates, fastest_of
@@ -62,9 +62,9 @@ def law(chain, speeds, share, method, boundary_tiers=("device",), apart=None):
         chain, int(least + share * (most - least)) + (17 << 20), micro_batch=8, starts=tuple(range(len(chain))), speeds=speeds,
         boundary_tiers=boundary_tiers,
     )  # fmt: skip
-    available = problem.limit - margin_of(problem.limit)
+    available = problem.available
     best = every_plan(problem, method, available, apart)
-    found = fastest_of(problem, method, available)
+    found = fastest_of(problem, method)
     assert (found is None) == (best is None)
     if found is not None:
         assert found.peak <= available
@@ -138,8 +138,8 @@ def test_weights_that_stay_alone_save_more_than_whole_partitions_in_the_same_mem
     """A byte of weights saves two reads and a write of an update; one of a partition of Adam as a whole saves 7 for 3."""
     chain, speeds = [block(40 * KB, 20 * KB, 4 * KB, 10**5)] * 6, SLOW_DISK
     problem = problem_of(chain, (17 << 20) + 640 * KB, micro_batch=8, starts=tuple(range(6)), speeds=speeds)
-    available = problem.limit - margin_of(problem.limit)
-    found = fastest_of(problem, STREAMED, available)
+    available = problem.available
+    found = fastest_of(problem, STREAMED)
     assert found.candidate.resources.weights_stay
     parts = parts_of(problem, 8, problem.starts)
     sets = itertools.chain.from_iterable(itertools.combinations(range(6), size) for size in range(7))
@@ -151,8 +151,7 @@ def test_a_saved_plan_is_used_again_where_the_next_process_has_a_little_less_roo
     """It filled the limit, and the runtime of the process that used it again was larger by a page: all was chosen anew."""
     chain, speeds = [block(40 * KB, 20 * KB, 4 * KB, 10**7)] * 6, Speeds(flops=1e10, optimizer=1e9, read=2e7, write=2e7)
     problem = problem_of(chain, (17 << 20) + 640 * KB, micro_batch=8, starts=tuple(range(6)), speeds=speeds)
-    available = problem.limit - margin_of(problem.limit)
-    found = fastest_of(problem, STREAMED, available)
+    found = fastest_of(problem, STREAMED)
     now = found.candidate
     assert 0 < len(now.resources.stays | now.resources.weights_stay) < 6, "some stay, and some stream"
     saved = SimpleNamespace(
@@ -166,9 +165,9 @@ def test_a_saved_plan_is_used_again_where_the_next_process_has_a_little_less_roo
         machine = replace(problem.machine, runtime=runtime, speeds=replace(speeds, read=4e7))
         return replace(problem, saved=saved, machine=machine)
 
-    again = fastest_of(beside(2 << 20), STREAMED, available).candidate
+    again = fastest_of(beside(2 << 20), STREAMED).candidate
     assert (again.resources, again.keeps, again.offloads) == (now.resources, now.keeps, now.offloads)
-    assert fastest_of(beside(20 << 20), STREAMED, available) is None, "that much does not fit"
+    assert fastest_of(beside(20 << 20), STREAMED) is None, "that much does not fit"
 
 
 def seconds_at(chain, speeds, method, micro_batch, shares):
@@ -177,7 +176,7 @@ def seconds_at(chain, speeds, method, micro_batch, shares):
     least = smallest_of(problem, [(method, micro_batch, *way) for way in candidates(problem, method, micro_batch)]).peak
     most = predict(problem, FULL, micro_batch, parts_of(problem, micro_batch, (0,)), Resources(slots=1)).peak
     limits = [least + int(share * max(0, most - least)) for share in shares]
-    return [fastest_of(problem, method, limit).seconds for limit in limits]
+    return [fastest_of(replace(problem, limit=limit_for(limit)), method).seconds for limit in limits]
 
 
 @settings(max_examples=25)

@@ -347,7 +347,7 @@ def test_many_points_become_few_and_the_highest_is_among_them(points):
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=8))
 def test_a_figure_draws_what_is_finite(values):
-    axis = Axis(name="n", text=lambda value: f"{value:g}", whole=False)
+    axis = Axis(text=lambda value: f"{value:g}", whole=False)
     finite = [value for value in values if math.isfinite(value) and abs(value) < 1e100]
     points = [(float(n), value) for n, value in enumerate(values) if not math.isfinite(value) or value in finite]
     text = figure("figure", [Series(name="one", look="s1", points=points)], axis, axis)

@@ -175,7 +175,7 @@ def test_each_put_replaces_the_one_before_whatever_its_size(store, tmp_path):
 
 def test_many_homes_go_and_come_together(store):
     flats = {f"home-{n}": noise(100 + n) for n in range(9)}
-    store.put_all((name, layout, flat) for name, (layout, flat) in flats.items())
+    store.begin_put(((name, layout, flat) for name, (layout, flat) in flats.items()), lambda: None).wait()
     back = {name: aligned(layout.nbytes) for name, (layout, _) in flats.items()}
     store.get_all(back.items())
     for name, (layout, flat) in flats.items():
@@ -184,7 +184,7 @@ def test_many_homes_go_and_come_together(store):
 
 def test_an_error_of_one_home_among_many_is_raised(store):
     names = [f"home-{n}" for n in range(5)]
-    store.put_all((name, *noise(9)) for name in names)
+    store.begin_put(((name, *noise(9)) for name in names), lambda: None).wait()
     store.path("home-3").unlink()
     with pytest.raises(CorruptFile, match=r"home-3.*\.safetensors is missing"):
         store.get_all((name, aligned(36)) for name in names)
