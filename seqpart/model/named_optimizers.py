@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from math import sqrt
 from typing import Any, Literal, get_args
 
@@ -52,13 +52,26 @@ def named_build(name: str, *, lr: float, weight_decay: float, momentum: float, n
         return _muon(lr, weight_decay, no_decay)
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     if name in OF_TORCH:
-        kind, fixed = OF_TORCH[name]
+        of_torch, fixed = OF_TORCH[name]
         options |= fixed | ({"momentum": momentum} if name == "sgd" else {})
+        kind = partial(_apart_if_complex, of_torch) if "fused" in fixed else of_torch
     else:
         kind = _schedule_free() if name == "schedulefree" else _of_bitsandbytes(name)
     if not (no_decay and weight_decay):
         return lambda parameters: kind(parameters, **options)
     return lambda named_parameters: kind(_groups(named_parameters, no_decay), **options)
+
+
+def _apart_if_complex(kind: Any, parameters: Sequence[Any], **options: Any) -> torch.optim.Optimizer:
+    """Builds an optimizer of torch with its fused steps; complex parameters, which those refuse, have groups of their own."""
+    given = parameters if parameters and isinstance(parameters[0], dict) else [{"params": [*parameters]}]
+    groups = []
+    for group in given:
+        floats, others = ([p for p in group["params"] if p.is_complex() is way] for way in (False, True))
+        groups += [{**group, "params": floats}] if floats or not others else []
+        groups += [{**group, "params": others, "fused": False, "foreach": False}] if others else []
+    built: torch.optim.Optimizer = kind(groups, **options)
+    return built
 
 
 def is_spared(no_decay: str, name: str, dimensions: int) -> bool:

@@ -131,7 +131,7 @@ def prefix_costs(
     """
     heaps = [0] * len(shares)
     narrow = frozen = rewritten = slot = state_slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
-    alive = forward = backward = again = inference = largest = graph = 0
+    alive = forward = backward = again = inference = largest = unfused = graph = 0
     trainable, late, seconds, with_heap = False, False, (0.0, 0.0), 0.0
     seen: list[BlockCost] = []
     borrowed: list[BlockCost] = []
@@ -185,6 +185,7 @@ def prefix_costs(
         trained = [spec for spec in block.layout.specs if spec.name in block.trainable]
         parameters += sum(spec.nbytes // spec.dtype.itemsize for spec in trained)
         largest = max([largest, *(spec.nbytes for spec in trained)])
+        unfused = max([unfused, *(spec.nbytes for spec in trained if spec.dtype.is_complex)])
         late = late or block.writes_late
         trainable = trainable or block.gradients > 0 or bool(trained)  # also where all that learns is lent to it
         loss_peak, targets = loss_of(block)
@@ -205,7 +206,7 @@ def prefix_costs(
                 forward, alive + loss_peak, max(again, adding_again) + heap
             ),
             inference_peak=own + heap + max(inference, output + loss_peak),
-            update_peak=own + buffers + heap + gradients + step_room(largest) + begins * state,
+            update_peak=own + buffers + heap + gradients + step_room(largest) + 3 * unfused + begins * state,
             row_flops=flops // rows,
             parameters=parameters, frozen=frozen, narrow=narrow, trainable=trainable, writes_late=late,
             forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,

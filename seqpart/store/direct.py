@@ -174,7 +174,9 @@ def explained(error: OSError, path: Path) -> StoreError:
             f"the disk is full: could not write {said}. "
             "Free some space, or give another place with --offload-dir. Earlier files are untouched."
         )
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR) or (
+        error.errno == errno.ENOENT and path.is_dir()  # as /proc, which takes no files
+    ):
         return DirectoryUnusable(f"cannot use {said}: {error.strerror}. Give a directory that you may write to.")
     if error.errno == errno.ENOENT:
         return CorruptFile(f"{said} is missing: it was here when the run began. Start again in a new --output-dir.", path)

@@ -355,24 +355,34 @@ class OfModes(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "options", [{"method": "full"}, {"clip_grad_norm": 0.1}, {"optimizer_on": "host", "ram_limit": "1GB"}], ids=str
-)
-@pytest.mark.few(1)
+    "options",
+    [
+        {"method": "full"}, {"clip_grad_norm": 0.1}, {"optimizer_on": "host", "ram_limit": "1GB"}, {"optimizer": "adam"},
+        {"optimizer": "adam", "ema": 0.9, "optimizer_on": "host", "ram_limit": "1GB"},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.few(2)
 def test_complex_weights_train_as_in_a_plain_loop(options, tmp_path):
-    """They were refused as a type that cannot be stored; safetensors stores it."""
+    """They were refused as a type that cannot be stored, which safetensors stores; and by optimizers with a name, as torch's
+    fused steps do."""
     torch.manual_seed(0)
     layers = [nn.Unflatten(1, (8, 1)), nn.Linear(1, 8), OfModes(3), OfModes(5), nn.Flatten(), nn.Linear(64, 3)]
     model, (x, y) = nn.Sequential(*layers), data()
     expected = copy.deepcopy(model)
-    optimizer = torch.optim.Adam(expected.parameters(), lr=1e-2)
+    given = [*expected.parameters()]
+    if "optimizer" in options:
+        floats = [parameter for parameter in given if not parameter.is_complex()]
+        given = [{"params": floats, "fused": True}, {"params": [p for p in given if p.is_complex()], "foreach": False}]
+    optimizer = torch.optim.Adam(given, lr=1e-2)
     for rows, labels in zip(x.split(BATCH), y.split(BATCH), strict=True):
         optimizer.zero_grad()
         F.cross_entropy(expected(rows), labels).backward()
         if "clip_grad_norm" in options:
             nn.utils.clip_grad_norm_(expected.parameters(), options["clip_grad_norm"])
         optimizer.step()
-    adam = partial(torch.optim.Adam, lr=1e-2)
-    same(expected, ours(model, tmp_path / "run", optimizer=adam, **options))
+    asked = {"optimizer": partial(torch.optim.Adam, lr=1e-2)} if "optimizer" not in options else {}
+    same(expected, ours(model, tmp_path / "run", **asked, **options))
     saved = load_file(tmp_path / "run" / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in expected.state_dict().items())
 
