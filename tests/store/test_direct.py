@@ -297,3 +297,10 @@ def test_a_disk_with_less_room_than_the_probe_wants_is_probed_with_less(tmp_path
     )
     probe_disk(tmp_path)
     assert max(ends) == PAGE
+
+
+def test_a_directory_that_takes_no_files_is_not_called_missing(tmp_path):
+    """/proc was said to have been there when the run began."""
+    error = explained(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)), tmp_path)
+    assert isinstance(error, DirectoryUnusable)
+    assert str(error).startswith(f"cannot use {tmp_path}")
