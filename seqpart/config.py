@@ -154,8 +154,8 @@ class Loop:
     dtype: Precision = "fp32"
     """fp32, or bf16: mixed precision by autocast, with weights and optimizer state in float32. --bf16 is short for it."""
     shuffle: Annotated[bool | Literal["auto"], Note(expected="True, False or auto")] = "auto"
-    """Shuffle the training rows in every epoch: yes, no (in Python: True, False), or auto (no for objective mse, as in the paper;
-    else yes)."""
+    """Shuffle the training rows in every epoch: yes, no (in Python: True, False), or auto (no for objective mse, as in the
+    paper; else yes)."""
     seed: int = 0
     """Seed for initial weights, row order, dropout and synthetic labels."""
 
