@@ -32,8 +32,8 @@ NEED_WHOLE = ("adafactor", "muon", "adamw8bit", "lion8bit")
 """Optimizers whose step depends on a weight as a whole, or on where its blocks of numbers begin."""
 _BLOCK, _SMALLEST = 256, 4096
 """Numbers of a parameter that have one scale; and that have moments of 8 bits."""
-ROOM_IN_8_BITS = 24
-"""Most bytes that a step of OF_BITSANDBYTES takes on a CPU for each number in slices."""
+ROOM_IN_8_BITS = 32
+"""Most bytes that a step of OF_BITSANDBYTES takes on a CPU for each number in slices: of weights in bfloat16."""
 _NOT_HIDDEN = ("*embed*", "*wte*", "*wpe*", "*head*")
 """Names of matrices that Muon's author leaves to AdamW: the first and the last."""
 FAR_END, TO_AVERAGE = "z", 1 - 1 / 0.9

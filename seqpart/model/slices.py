@@ -40,6 +40,8 @@ def share_slices(
         for room in rooms:
             work(room, starts)
         return
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        deque(pool.map(work, rooms, (starts[number::threads] for number in range(threads))), maxlen=0)
-    torch.set_num_threads(before)  # a thread that begins takes the last number that any thread has set
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            deque(pool.map(work, rooms, (starts[number::threads] for number in range(threads))), maxlen=0)
+    finally:
+        torch.set_num_threads(before)  # a thread that begins takes the last number that any thread has set
