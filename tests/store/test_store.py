@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -16,7 +18,7 @@ from seqpart.errors import CorruptFile, DiskFull, StoreError
 from seqpart.store import tensor_file as homefile
 from seqpart.store.host_pool import HostPool
 from seqpart.store.layout import Layout, TensorSpec, spec_of
-from seqpart.store.store import Store
+from seqpart.store.store import Store, _widen
 from tests.store.test_direct import largest_file
 
 
@@ -429,3 +431,47 @@ def test_a_disk_that_fills_up_while_a_home_is_sealed_leaves_it_readable(store, m
             store.persist()
     assert torch.equal(got(store, "home")["w"], content[0].views(content[1])["w"])
     store.persist()
+
+
+@given(count=st.integers(0, 5000))
+def test_numbers_of_16_bits_are_widened_in_the_memory_that_they_end_in(count):
+    narrow = torch.randn(count).bfloat16()
+    flat = aligned(4 * count)[: 4 * count]
+    flat[2 * count :].view(torch.bfloat16).copy_(narrow)
+    done = _widen(flat)
+    assert count - 128 <= done <= count
+    assert torch.equal(flat.view(torch.float32)[:done], narrow[:done].float())
+
+
+def test_a_copy_in_16_bits_is_brought_until_its_home_changes(tmp_path):
+    tensors = {"norm": torch.rand(100), "weight": torch.randn(300, 7), "bias": torch.randn(7), "other": torch.randn(2, 999)}
+    layout = Layout.of(spec_of(name, tensor) for name, tensor in tensors.items())
+    narrow = Layout.of(spec_of(name, tensors[name].bfloat16()) for name in ("weight", "other"))
+    store = Store(tmp_path, Device(), HostPool(1 << 20, Device()))
+    store.reserve({"block": layout.nbytes, "block.narrow": narrow.nbytes})
+
+    def brought(**how):
+        into = aligned(layout.nbytes)
+        store.begin_get([("block", into)], lambda: None, **how).wait()
+        return {name: view.clone() for name, view in layout.views(into).items()}
+
+    def put(factor):
+        flat = aligned(layout.nbytes)
+        for name, view in layout.views(flat).items():
+            view.copy_(factor * tensors[name])
+        store.put("block", layout, flat)
+
+    def whole(found, factor):
+        return {name for name, tensor in tensors.items() if torch.equal(found[name], factor * tensor)}
+
+    put(1)
+    assert whole(brought(narrow=True), 1) == set(tensors)  # there is no copy yet
+    store.narrow("block", "block.narrow", narrow)
+    found = brought(narrow=True)
+    assert whole(found, 1) == {"norm", "bias"}
+    assert all(torch.equal(found[name].bfloat16(), tensors[name].bfloat16()) for name in tensors)
+    assert whole(brought(), 1) == set(tensors)
+    put(2)
+    assert whole(brought(narrow=True), 2) == set(tensors)
+    assert set(store.persist()) == {"block"}
+    store.close()
