@@ -204,8 +204,10 @@ class InBlocks(torch.optim.Optimizer):
         for number in range(1, self._moments + 1):
             state[f"state{number}"] = torch.zeros(parameter.shape, dtype=torch.float32 if small else torch.uint8, device=device)
             if not small:
-                state[f"qmap{number}"] = torch.tensor(_values(signed=number == 1), device=device)
-                state[f"absmax{number}"] = torch.zeros(-(-parameter.numel() // _BLOCK), device=device)
+                values = _values(signed=number == 1)
+                state[f"qmap{number}"] = torch.tensor(values, dtype=torch.float32, device=device)
+                scales = torch.zeros(-(-parameter.numel() // _BLOCK), dtype=torch.float32, device=device)
+                state[f"absmax{number}"] = scales
 
 
 @cache
@@ -226,7 +228,7 @@ class _Rooms:
 
     def __init__(self, size: int) -> None:
         size = -(-size // _BLOCK) * _BLOCK
-        self.numbers = torch.empty(3, size)
+        self.numbers = torch.empty(3, size, dtype=torch.float32)
         self.places, self.found, self.above = np.empty(size, np.intp), np.empty(size, np.uint8), np.empty(size, np.bool_)
 
     def looked_up(self, table: "np.ndarray[Any, Any]", places: "np.ndarray[Any, Any]", out: "np.ndarray[Any, Any]") -> None:

@@ -34,7 +34,7 @@ class Room:
     def __init__(self, size: int, device: torch.device, others: int = 0) -> None:
         self._words = torch.empty(2, -(-size // 4), dtype=torch.int64, device=device)
         self._numbers = torch.empty(size, dtype=torch.int32, device=device)
-        self._others = torch.empty(others, size, device=device)
+        self._others = torch.empty(others, size, dtype=torch.float32, device=device)
 
     def random(self, first: int, count: int, base: int) -> torch.Tensor:
         """Returns `count` random numbers of 16 bits, as int32, from place `first` of the sequence `base`."""
@@ -176,8 +176,9 @@ class RoundingSteps(Several):
                         _flat(kept[name])[here].copy_(one)
                 round_into(weights[here], piece.data, *key, first=start, room=room)
 
+        others = 2 + (len(kept) if begun and self._step_moments is NARROW else 0)
         if not isinstance(values, FakeTensor):
-            share_slices(len(weights), values.device, lambda size: Room(size, values.device, 2 + len(kept)), work)
+            share_slices(len(weights), values.device, lambda size: Room(size, values.device, others), work)
         if counts:
             kept[_COUNT].copy_(counts[0])
         if kept:

@@ -40,8 +40,14 @@ def share_slices(
         for room in rooms:
             work(room, starts)
         return
+    is_inference = torch.is_inference_mode_enabled()  # modes are a thread's own
+
+    def in_thread(room: Room, own: Iterable[int]) -> None:
+        with torch.inference_mode(is_inference), torch.no_grad():
+            work(room, own)
+
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            deque(pool.map(work, rooms, (starts[number::threads] for number in range(threads))), maxlen=0)
+            deque(pool.map(in_thread, rooms, (starts[number::threads] for number in range(threads))), maxlen=0)
     finally:
         torch.set_num_threads(before)  # a thread that begins takes the last number that any thread has set

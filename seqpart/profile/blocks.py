@@ -301,7 +301,7 @@ def _measure_module(
         tied=sum(tensors[tie.name].nbytes for tie in block.tied),
         gradients=sum(round_up(tensors[name].nbytes, granule) for name in trainable),
         frozen=frozen_in(module, own, trainable),
-        narrow=_narrow(layout, narrow.found if narrow is not None else ()),
+        narrow=_narrow(layout, narrow.found if narrow is not None and not _has_hooks(module) else ()),
         buffers=sum(tensors[name].nbytes for name in changing),
         changing=changing,
         tests_change=tests,
@@ -309,6 +309,11 @@ def _measure_module(
         flops=flops,
         held=_held(module, tensors),
     )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """True if a parameter has hooks, which the fake one in its place does not have."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
 
 
 def _narrow(layout: Layout, names: Collection[str]) -> Layout:
@@ -367,7 +372,7 @@ def _watch_training(
             del ys, roots
             start = live.live
             saved_alone = start - before - sum(value.nbytes for value in gives if value.learns)
-            with live.watch():
+            with live.watch(), narrow or nullcontext():  # a Function's backward and hooks may read weights
                 torch.autograd.backward(edges, grad_tensors=gradients)
                 peaks.append(live.peak - start)
             del edges, gradients
@@ -424,9 +429,12 @@ def _watch_inference(
         live.ignore([*xs, *tensors.values()])
         run_fake(module, tensors, *xs)
         peak, flops = live.peak, live.flops
-        if narrow is not None and narrow.found:  # a test may use weights otherwise
+        if narrow is not None and narrow.found:  # a test may use weights otherwise, and so may fewer rows
             module.eval()
-            run_fake(module, tensors, *xs)
+            try:
+                run_fake(module, tensors, *(_rows_of(value.with_rows(1)).detach() for value in taken))
+            except Exception:
+                narrow.give_up()
             module.train()
         return peak, flops
 

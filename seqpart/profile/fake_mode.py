@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -91,7 +92,10 @@ def tensors_in(result: Any) -> Iterator[torch.Tensor]:
 _WRITE_LATE = ("rrelu_with_noise", "rrelu_with_noise_")
 """Kernels that write into a tensor after autograd has saved it."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-_OF_COPIES = (*_PRODUCTS, "convolution", "t", "transpose", "permute", "view", "_unsafe_view", "reshape", "unsqueeze", "expand")
+_OF_COPIES = (
+    *_PRODUCTS, "convolution", "convolution_backward",
+    "t", "transpose", "permute", "view", "_unsafe_view", "reshape", "unsqueeze", "expand", "detach", "alias",
+)  # fmt: skip
 """Operations on narrow copies that are narrow on every device: products, and views for them."""
 
 
@@ -272,6 +276,32 @@ class Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _AutocastOfGPUs(TorchFunctionMode):
+    """A mode that notes whether autocast is on for GPUs, too: a model may turn it off for them by name."""
+
+    def __init__(self, narrow: torch.dtype) -> None:
+        super().__init__()
+        self._narrow, self.is_on, self._before = narrow, False, (False, torch.float16)
+
+    def __enter__(self) -> "_AutocastOfGPUs":
+        self._before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        self._set(enabled=True, dtype=self._narrow)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._set(*self._before)
+
+    def _set(self, enabled: bool, dtype: torch.dtype) -> None:
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", dtype)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.is_on = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is self._narrow
+        return func(*args, **(kwargs or {}))
+
+
 class CastUses(TorchDispatchMode):
     """A mode that finds weights of which autocast's narrow copies alone are used, in products of matrices and convolutions:
     their lower bits change no result. These operations are narrow on every device; others are not."""
@@ -282,10 +312,24 @@ class CastUses(TorchDispatchMode):
         self._weights = {tensor.untyped_storage()._cdata: name for name, tensor in wide.items()}
         self._narrow, self._copies = narrow, dict[int, tuple[Any, str]]()
         self._copied, self._others = set[str](), set[str]()
+        self._on_gpus = _AutocastOfGPUs(narrow)
 
     @property
     def found(self) -> set[str]:
         return self._copied - self._others
+
+    def give_up(self) -> None:
+        """Finds none of those that were found so far."""
+        self._others |= self._copied
+
+    def __enter__(self) -> "CastUses":
+        self._on_gpus.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._on_gpus.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, operation = func(*args, **(kwargs or {})), func.overloadpacket.__name__
@@ -294,7 +338,7 @@ class CastUses(TorchDispatchMode):
             known, copied = self._copies.get(storage._cdata, (lambda: None, ""))
             if (name := self._weights.get(storage._cdata)) is None:
                 self._others |= {copied} if known() is storage and operation not in _OF_COPIES else set()
-            elif operation == "_to_copy" and result.dtype is self._narrow:
+            elif operation == "_to_copy" and result.dtype is self._narrow and self._on_gpus.is_on:
                 self._copies[result.untyped_storage()._cdata] = weakref.ref(result.untyped_storage()), name
                 self._copied.add(name)
             else:

@@ -20,10 +20,10 @@ def threads():
 
 def stepped(choice, dtype):
     generator = torch.Generator().manual_seed(0)
-    weight = nn.Parameter(torch.randn(5 * SLICE + 77, generator=generator).to(dtype))
+    weight = nn.Parameter(torch.randn(5 * SLICE + 77, generator=generator, dtype=torch.float32).to(dtype))
     optimizer = choice.build([weight], ["weight"] if choice.named else [])
     for update in range(3):
-        weight.grad = torch.randn(len(weight), generator=generator).to(dtype)
+        weight.grad = torch.randn(len(weight), generator=generator, dtype=torch.float32).to(dtype)
         choice.adopt(optimizer).step(0, 0, update)
     return weight, optimizer.state[weight] if dtype is not BF16 else {}
 
@@ -41,6 +41,37 @@ def test_threads_that_share_slices_have_the_bits_of_one(name, threads):
     assert torch.equal(weight, shared)
     for key, value in state.items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(state_shared[key])), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["lion", "adamw8bit", "adamw in bfloat16"])
+def test_torch_s_default_type_changes_nothing(name, dtype, threads):
+    """Memory for slices was of that type: an error of sizes."""
+    threads(2)
+    own = BF16 if "bfloat16" in name else torch.float32
+    choice = choose(name.partition(" ")[0], lr=1e-3)
+    choice = rounding(choice, torch.float32) if own is BF16 else choice
+    expected, _ = stepped(choice, own)
+    torch.set_default_dtype(dtype)
+    try:
+        found, _ = stepped(choice, own)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
+def test_threads_are_in_the_modes_of_the_one_that_asks(threads):
+    """A step in inference mode was refused in the other threads, and one on gradients of a graph that is kept."""
+    threads(2)
+    choice = choose("lion", lr=1e-3)
+    expected, _ = stepped(choice, torch.float32)
+    with torch.inference_mode():
+        found, _ = stepped(choice, torch.float32)
+    assert torch.equal(found, expected)
+    weight = nn.Parameter(torch.ones(3 * SLICE))
+    (weight.grad,) = torch.autograd.grad(weight.square().sum(), weight, create_graph=True)
+    choice.build([weight]).step()
+    assert torch.allclose(weight, torch.tensor(1 - 1e-3))
 
 
 def test_every_slice_is_worked_on_once_and_the_number_of_threads_stays(threads):

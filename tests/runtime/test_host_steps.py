@@ -283,6 +283,53 @@ def test_a_weight_that_others_use_too_does_not_come_in_16_bits(tmp_path):
     assert found and not any("embed" in name or "head" in name for name in found)
 
 
+class _ByWeight(torch.autograd.Function):
+    """x times the weight, whose gradient is computed from the weight in float32."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient.float() @ weight, gradient.float().T @ x.float()
+
+
+class ByFunction(nn.Linear):
+    def forward(self, x):
+        return _ByWeight.apply(x, self.weight)
+
+
+class WithHook(nn.Linear):
+    def __init__(self, *shape):
+        super().__init__(*shape)
+        self.weight.register_hook(lambda gradient: gradient + 0.01 * self.weight.detach())
+
+
+class ByRows(nn.Linear):
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=len(x) >= BATCH):
+            return super().forward(x)
+
+
+class WideOnGPUs(nn.Linear):
+    def forward(self, x):
+        with torch.autocast("cuda", enabled=False):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [ByFunction, WithHook, ByRows, WideOnGPUs])
+def test_weights_that_something_else_reads_do_not_come_in_16_bits(layer):
+    """Backward of a Function, a hook, a forward pass of fewer rows, and what turns off autocast for GPUs by name."""
+    model = nn.Sequential(layer(WIDER, WIDER), nn.Tanh(), nn.Linear(WIDER, WIDER))
+    costs = measure_chain(chain_of(model, (WIDER,), torch.float32), (WIDER,), BATCH, autocast=torch.bfloat16)
+    found = [(block.name, spec.name) for block, cost in zip(chain_of(model, (WIDER,), torch.float32), costs, strict=True)
+             for spec in cost.narrow.specs]  # fmt: skip
+    assert len(found) == 1 and "0" not in found[0][0], found
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("device", ["cpu", SIM])
 @pytest.mark.parametrize("way", [{}, {"partitions": 3}, {"method": "full", "partitions": "auto"}, {"clip_grad_norm": 0.1}])
