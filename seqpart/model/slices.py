@@ -6,10 +6,11 @@ rounding makes dozens of operations: where other programs use the cores, it took
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+
+from seqpart.store.movers import movers
 
 SLICE = 1 << 17
 """Numbers that a thread works on at once."""
@@ -43,11 +44,12 @@ def share_slices(
     is_inference = torch.is_inference_mode_enabled()  # modes are a thread's own
 
     def in_thread(room: Room, own: Iterable[int]) -> None:
+        torch.set_num_threads(1)
         with torch.inference_mode(is_inference), torch.no_grad():
             work(room, own)
 
     try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with movers(threads, "seqpart-slices") as pool:
             deque(pool.map(in_thread, rooms, (starts[number::threads] for number in range(threads))), maxlen=0)
     finally:
         torch.set_num_threads(before)  # a thread that begins takes the last number that any thread has set

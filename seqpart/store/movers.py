@@ -1,4 +1,4 @@
-"""Threads that read and write files beside the one that computes, and hooks to observe them."""
+"""Threads beside the one that computes, which read and write files or share its work, and hooks to observe them."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ _STACK = 1 << 20
 
 
 def movers(count: int, name: str) -> ThreadPoolExecutor:
-    """Starts `count` threads of that name at once, so that their stacks are not charged to a partition."""
+    """Starts `count` threads of that name at once, with small stacks, so that these are not charged to a partition."""
     before, ready = threading.stack_size(_STACK), threading.Barrier(count + 1)
     try:
         pool = ThreadPoolExecutor(count, thread_name_prefix=name)
