@@ -20,7 +20,7 @@ from seqpart.cli.job import DIGITS, Job, opened, saved_plan, smallest_limit_name
 from seqpart.data.splits import Split
 from seqpart.device.device import Device
 from seqpart.device.limit import translate_oom
-from seqpart.device.ranks import begun_before, is_told, leads
+from seqpart.device.ranks import begun_before, is_told, leads, started_by_torchrun
 from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, StoreError, shown
 from seqpart.interrupts import end_at_once, like_ctrl_c
 from seqpart.model.weight_files import MODEL
@@ -134,7 +134,7 @@ def _train(arguments: list[str], *, alone: bool) -> None:
         raise OptionError("--dry-run trains nothing that --trace could show: leave one of them out.")
     if job.quiet and job.print_schedule:
         raise OptionError("--quiet and --print-schedule: leave one of them out.")
-    if not job.dry_run and leads():
+    if not job.dry_run and not started_by_torchrun():  # else the others wait for a rank that has ended: `fit` tells them
         refuse_taken_places(job.output_dir, job.resume or begun_before(job.output_dir), overwrite=job.overwrite)
     reuse, reporter = saved_plan(job), Reporter(quiet=job.quiet or not leads(), flags=True)
     if not job.resume and not has_flag(arguments, "--method"):

@@ -192,3 +192,14 @@ def test_a_refusal_is_printed_once(tmp_path):
     command = ["--mem-limit", "1MB", "--method", "full", "--depth", "2", "--width", "16", "--output-dir", tmp_path / "run"]
     done = torchrun("-m", "seqpart.train", *command, check=False)
     assert done.stderr.count("DoesNotFit:") == 1 and done.returncode == 1
+
+
+@pytest.mark.slow
+def test_a_place_that_the_first_rank_refuses_is_refused_to_all(tmp_path):
+    """The others waited for it to connect, until torchrun killed them, and their directories stayed."""
+    size = ["--depth", "2", "--width", "16", "--epochs", "1"]
+    command = ["-m", "seqpart.train", "--mem-limit", "600MB", "--method", "full", *size, "--output-dir", tmp_path / "run"]
+    torchrun(*command)
+    done = torchrun(*command, check=False)
+    assert done.stderr.count("holds a finished run") == 1 and "forcefully exiting" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
