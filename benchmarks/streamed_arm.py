@@ -202,11 +202,11 @@ def idle(arm: str) -> None:
         real_get, real_put = Store.begin_get, Store.begin_put
         calls = {"get": 0}
 
-        def begin_get(self: Store, items: Any, after: Any) -> Transfer:
+        def begin_get(self: Store, items: Any, after: Any, **how: Any) -> Transfer:
             calls["get"] += 1
             # The slots hold numbers by now, of whichever block; blocks of another layout still come and go.
             work = [item for item in items if calls["get"] < SETTLED or self.layout(item[0]).nbytes < SMALL]
-            return real_get(self, work, after)
+            return real_get(self, work, after, **how)
 
         def begin_put(self: Store, items: Any, after: Any, **how: Any) -> Transfer:
             work = [item for item in items if calls["get"] < SETTLED or item[1].nbytes < SMALL]
