@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from seqpart.errors import OptionError
-from seqpart.model.slices import SLICE, share_slices
+from seqpart.model.slices import share_slices
 
 OptimizerName = Literal["adam", "adamw", "sgd", "adafactor", "lion", "muon", "schedulefree", "adamw8bit", "lion8bit"]
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
@@ -30,8 +30,8 @@ OF_BITSANDBYTES = {"lion": ("Lion", 1, False), "adamw8bit": ("AdamW8bit", 2, Tru
 """Class of bitsandbytes, its moments, and whether they have 8 bits."""
 NEED_WHOLE = ("adafactor", "muon", "adamw8bit", "lion8bit")
 """Optimizers whose step depends on a weight as a whole, or on where its blocks of numbers begin."""
-_BLOCK, _SMALLEST = 256, 4096
-"""Numbers of a parameter that have one scale; and that have moments of 8 bits."""
+SLICE, _BLOCK, _SMALLEST = 1 << 17, 256, 4096
+"""Numbers of a parameter that a thread updates at once on a CPU; that have one scale; and that have moments of 8 bits."""
 ROOM_IN_8_BITS = 32
 """Most bytes that a step of OF_BITSANDBYTES takes on a CPU for each number in slices: of weights in bfloat16."""
 _NOT_HIDDEN = ("*embed*", "*wte*", "*wpe*", "*head*")
@@ -193,7 +193,7 @@ class InBlocks(torch.optim.Optimizer):
             for place in (start // SLICE for start in starts):
                 _step(pieces[0][place], pieces[1][place].float(), moments, place, state["step"], group, rooms)
 
-        share_slices(values.numel(), values.device, _Rooms, work)
+        share_slices(values.numel(), SLICE, values.device, _Rooms, work)
         if not parameter.is_contiguous():
             parameter.copy_(values)
 

@@ -19,7 +19,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import CorruptFile, OptionError
-from seqpart.model.named_optimizers import NAMES, OF_BITSANDBYTES, OF_TORCH, ROOM_IN_8_BITS, is_spared, named_build
+from seqpart.model.named_optimizers import NAMES, OF_BITSANDBYTES, OF_TORCH, ROOM_IN_8_BITS, SLICE, is_spared, named_build
 from seqpart.model.optimizer_state import TEXT, AtHome, NoHomeError, Several, empty_allowed, parts_of
 from seqpart.model.optimizer_trials import (
     Build,
@@ -33,6 +33,7 @@ from seqpart.model.optimizer_trials import (
     temporaries,
 )
 from seqpart.model.rounding import NARROW, ROOM_TO_ROUND, RoundingSteps, average_into
+from seqpart.model.rounding import SLICE as ROUNDED_AT_ONCE
 from seqpart.model.scheduler import Groups, Scheduler, SchedulerFactory, note_rates, tune
 from seqpart.model.slices import room_of_slices
 from seqpart.store.layout import Layout, TensorSpec, spec_of
@@ -80,8 +81,10 @@ class Optimizer:
         """Bytes that a step takes beside the state. largest: bytes of the largest parameter."""
         if self.moments is not None:
             whole = 0 if self.in_slices else 2 * largest * (2 + self.temporaries)
-            return whole + room_of_slices(ROOM_TO_ROUND, largest // NARROW.itemsize)
-        return room_of_slices(ROOM_IN_8_BITS, largest // 2) if self.name in OF_BITSANDBYTES else self.temporaries * largest
+            return whole + room_of_slices(ROOM_TO_ROUND, largest // NARROW.itemsize, ROUNDED_AT_ONCE)
+        return (
+            room_of_slices(ROOM_IN_8_BITS, largest // 2, SLICE) if self.name in OF_BITSANDBYTES else self.temporaries * largest
+        )
 
     @functools.cached_property
     def in_slices(self) -> bool:

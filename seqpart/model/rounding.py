@@ -17,9 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from seqpart.device.device import keyed_seed, random_words
 from seqpart.model.optimizer_state import Several
-from seqpart.model.slices import SLICE, share_slices
+from seqpart.model.slices import share_slices
 
 NARROW = torch.bfloat16
+SLICE = 1 << 18
+"""Numbers that a thread rounds at once, and updates at once where a step depends on each number alone."""
 ROOM_TO_ROUND = 36
 """Most bytes that a step takes for each number in slices."""
 _ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -71,7 +73,7 @@ def round_into(
     if room is not None:
         work(room, range(0, len(narrow), SLICE))
     else:
-        share_slices(len(narrow), narrow.device, lambda size: Room(size, narrow.device), work)
+        share_slices(len(narrow), SLICE, narrow.device, lambda size: Room(size, narrow.device), work)
 
 
 def average_into(average: torch.Tensor, weights: torch.Tensor, share: float, *key: int | str) -> None:
@@ -84,7 +86,7 @@ def average_into(average: torch.Tensor, weights: torch.Tensor, share: float, *ke
             moved = room.widened(into[here], 0).lerp_(room.widened(given[here], 1), share)
             round_into(into[here], moved, *key, first=start, room=room)
 
-    share_slices(len(into), into.device, lambda size: Room(size, into.device, 2), work)
+    share_slices(len(into), SLICE, into.device, lambda size: Room(size, into.device, 2), work)
 
 
 class RoundingSteps(Several):
@@ -178,7 +180,7 @@ class RoundingSteps(Several):
 
         others = 2 + (len(kept) if begun and self._step_moments is NARROW else 0)
         if not isinstance(values, FakeTensor):
-            share_slices(len(weights), values.device, lambda size: Room(size, values.device, others), work)
+            share_slices(len(weights), SLICE, values.device, lambda size: Room(size, values.device, others), work)
         if counts:
             kept[_COUNT].copy_(counts[0])
         if kept:

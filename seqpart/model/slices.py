@@ -12,8 +12,6 @@ import torch
 
 from seqpart.store.movers import movers
 
-SLICE = 1 << 17
-"""Numbers that a thread works on at once."""
 Room = TypeVar("Room")
 
 
@@ -22,21 +20,22 @@ def threads_for(device: torch.device) -> int:
     return min(4, torch.get_num_threads()) if device.type == "cpu" else 1  # Python's lock lets no more of them work
 
 
-def room_of_slices(each: int, numbers: int) -> int:
-    """Most bytes that work on slices of `numbers` numbers takes, with room for `each` bytes per number."""
-    return each * min(numbers, SLICE * min(4, torch.get_num_threads()))
+def room_of_slices(each: int, numbers: int, size: int) -> int:
+    """Most bytes that work on `numbers` numbers in slices of `size` takes, with room for `each` bytes per number."""
+    return each * min(numbers, size * min(4, torch.get_num_threads()))
 
 
 def share_slices(
-    numbers: int, device: torch.device, make_room: Callable[[int], Room], work: Callable[[Room, Iterable[int]], None]
+    numbers: int, size: int, device: torch.device, make_room: Callable[[int], Room],
+    work: Callable[[Room, Iterable[int]], None],
 ) -> None:  # fmt: skip
-    """Calls `work(room, starts)` in each of some threads; together they get the start of every slice of `numbers` numbers.
+    """Calls `work(room, starts)` in each of some threads; together they get the start of every slice of `size` of `numbers`.
 
     make_room: makes the memory that a thread works in, for so many numbers, so that none is mapped anew for each slice.
     """
-    starts, before = range(0, numbers, SLICE), torch.get_num_threads()
+    starts, before = range(0, numbers, size), torch.get_num_threads()
     threads = min(threads_for(device), len(starts))
-    rooms = [make_room(min(SLICE, numbers)) for _ in range(threads)]
+    rooms = [make_room(min(size, numbers)) for _ in range(threads)]
     if threads < 2:
         for room in rooms:
             work(room, starts)

@@ -13,9 +13,8 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import Interrupted, OptionError
-from seqpart.model.named_optimizers import _Nearest, _Rooms, _values
+from seqpart.model.named_optimizers import SLICE, _Nearest, _Rooms, _values
 from seqpart.model.optimizers import choose
-from seqpart.model.slices import SLICE
 from seqpart.store.layout import spec_of
 from tests.resuming import interrupt
 

@@ -18,9 +18,9 @@ from seqpart.device.device import keyed_seed
 from seqpart.errors import Interrupted, OptionError
 from seqpart.model.optimizer_trials import _Made
 from seqpart.model.optimizers import choose, describe, rounding
-from seqpart.model.rounding import ROOM_TO_ROUND, RoundingSteps, round_into
+from seqpart.model.rounding import ROOM_TO_ROUND, SLICE, RoundingSteps, round_into
 from seqpart.model.scheduler import rate_schedule
-from seqpart.model.slices import SLICE, room_of_slices
+from seqpart.model.slices import room_of_slices
 from seqpart.verify import verify
 from tests.exactly import How, numbers
 from tests.resuming import Arm, kill
@@ -287,7 +287,7 @@ def test_a_step_takes_the_memory_that_the_plan_has_for_it(moments):
     optimizer.step()
     with _Made(1) as made:
         optimizer.step()
-    room = room_of_slices(ROOM_TO_ROUND, 1 << 30)
+    room = room_of_slices(ROOM_TO_ROUND, 1 << 30, SLICE)
     assert room / 4 < made.most <= choice.step_room(weight.nbytes) <= choice.step_room(1 << 30) == room
     whole = rounding(describe("", lambda parameters: torch.optim.NAdam(parameters, foreach=False)), torch.float32)
     assert whole.step_room(1 << 30) > 4 << 30

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from seqpart.model.optimizers import choose, rounding
-from seqpart.model.slices import SLICE, share_slices
+from seqpart.model.rounding import SLICE
+from seqpart.model.slices import share_slices
 from tests.model.test_rounding import BF16
 
 
@@ -86,7 +87,7 @@ def test_every_slice_is_worked_on_once_and_the_number_of_threads_stays(threads):
         makers.append(threading.current_thread())
         return torch.zeros(size)
 
-    share_slices(7 * SLICE + 1, torch.device("cpu"), make, work)
+    share_slices(7 * SLICE + 1, SLICE, torch.device("cpu"), make, work)
     assert sorted(start for start, _ in seen) == list(range(0, 7 * SLICE + 1, SLICE))
     assert set(makers) == {threading.main_thread()} and threading.main_thread() not in {thread for _, thread in seen}
     assert torch.get_num_threads() == 3
@@ -99,5 +100,5 @@ def test_an_error_in_a_thread_is_raised(threads):
         raise MemoryError("no room for this slice")
 
     with pytest.raises(MemoryError, match="no room for this slice"):
-        share_slices(2 * SLICE, torch.device("cpu"), torch.empty, work)
+        share_slices(2 * SLICE, SLICE, torch.device("cpu"), torch.empty, work)
     assert torch.get_num_threads() == 2
