@@ -15,14 +15,13 @@ from seqpart.store.movers import movers
 Room = TypeVar("Room")
 
 
-def threads_for(device: torch.device) -> int:
-    """Threads that share work on slices of a tensor there."""
-    return min(4, torch.get_num_threads()) if device.type == "cpu" else 1  # Python's lock lets no more of them work
+def _most_threads() -> int:
+    return min(4, torch.get_num_threads())  # Python's lock lets no more of them work
 
 
 def room_of_slices(each: int, numbers: int, size: int) -> int:
     """Most bytes that work on `numbers` numbers in slices of `size` takes, with room for `each` bytes per number."""
-    return each * min(numbers, size * min(4, torch.get_num_threads()))
+    return each * min(numbers, size * _most_threads())
 
 
 def share_slices(
@@ -34,7 +33,7 @@ def share_slices(
     make_room: makes the memory that a thread works in, for so many numbers, so that none is mapped anew for each slice.
     """
     starts, before = range(0, numbers, size), torch.get_num_threads()
-    threads = min(threads_for(device), len(starts))
+    threads = min(_most_threads() if device.type == "cpu" else 1, len(starts))
     rooms = [make_room(min(size, numbers)) for _ in range(threads)]
     if threads < 2:
         for room in rooms:

@@ -288,7 +288,7 @@ class Inputs:
         before = self.trials.held()
         costs = measure_chain(
             self.chain, self.train.shape, micro_batch, granule=self.device.granule, dtype=self.train.dtype,
-            autocast=self.settings.autocast, real_run=self._real_run,
+            autocast=self.settings.autocast, narrows=not self.device.shares_memory, real_run=self._real_run,
         )  # fmt: skip
         if self.chain.head is not None:
             costs = (*costs[:-1], with_head(costs[-1], self.chain.head))

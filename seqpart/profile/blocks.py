@@ -134,11 +134,12 @@ class BlockCost:
 
 def measure_chain(
     chain: Chain | Sequence[Block], input_shape: tuple[int, ...], batch: int, *, granule: int = 1,
-    dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None, narrows: bool = False,
     real_run: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> tuple[BlockCost, ...]:  # fmt: skip
     """Measures every block for micro-batches of `batch` rows of `input_shape` and `dtype`, each run under `autocast`.
 
+    narrows: finds `BlockCost.narrow` too, which takes a third more time.
     real_run: makes the context for a block that needs real tensors, because its shapes depend on values.
 
     Raises DataError where the rows do not suit the first block, ModelError where one block's output does not suit
@@ -160,7 +161,7 @@ def measure_chain(
         key = (block.same_as, block.tied, *((one.shape, one.dtype, one.learns) for one in taken))
         if key not in known:
             logging.getLogger("seqpart.planning").debug("block %d of %d is measured", block.number + 1, len(chain))
-            known[key] = _measure_block(block, taken, granule, autocast, real_run)
+            known[key] = _measure_block(block, taken, granule, autocast, narrows, real_run)
         cost = known[key]
         numbers = dict(zip((one.number for one in cost.takes), block.takes, strict=True))
         numbers.update(zip((one.number for one in cost.gives), block.gives, strict=True))
@@ -204,19 +205,19 @@ def _uses(chain: Chain | Sequence[Block]) -> dict[int, tuple[int, ...]]:
 
 
 def _measure_block(
-    block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None,
+    block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None, narrows: bool,
     real_run: Callable[[], AbstractContextManager[object]],
 ) -> BlockCost:  # fmt: skip
     mode = FakeMode()
     module, tensors = block.fake(mode)
     with block.left_as_it_is():
         try:
-            return _measure_module(block, module, mode, tensors, taken, granule, autocast)
+            return _measure_module(block, module, mode, tensors, taken, granule, autocast, narrows)
         except Exception as error:
             if not asks_for_values(error):
                 raise
             with real_run():
-                return _measure_values(block, taken, granule, autocast)
+                return _measure_values(block, taken, granule, autocast, narrows)
 
 
 _SAMPLE = 512
@@ -224,7 +225,9 @@ _SAMPLE = 512
 _sampled: "WeakKeyDictionary[Block, dict[object, tuple[BlockCost, BlockCost]]]" = WeakKeyDictionary()
 
 
-def _measure_values(block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None) -> BlockCost:
+def _measure_values(
+    block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None, narrows: bool
+) -> BlockCost:  # fmt: skip
     """Measures a block whose shapes depend on values, as experts' do, with real random values of few rows. More rows are
     extrapolated from two such runs, and the trial at the plan's micro-batch adds what it takes beyond that."""
     rows, positions = taken[0].rows, max(prod(value.shape[1:-1]) for value in taken)
@@ -234,12 +237,12 @@ def _measure_values(block: Block, taken: Sequence[Value], granule: int, autocast
         with quiet_random():
             module, tensors = real_module(block, Device().torch)
         own = [value.with_rows(count) for value in taken]
-        return _measure_module(block, module, nullcontext(), tensors, own, granule, autocast)
+        return _measure_module(block, module, nullcontext(), tensors, own, granule, autocast, narrows)
 
     if rows <= few:
         return measured(rows)
     known = _sampled.setdefault(block, {})
-    key = (granule, autocast, *((value.with_rows(few).shape, value.dtype, value.learns) for value in taken))
+    key = (granule, autocast, narrows, *((value.with_rows(few).shape, value.dtype, value.learns) for value in taken))
     if key not in known:
         known[key] = measured(few // 2), measured(few)
     return _on_line(*known[key], rows)
@@ -261,12 +264,12 @@ def _on_line(one: BlockCost, other: BlockCost, rows: int) -> BlockCost:
 
 def _measure_module(
     block: Block, module: nn.Module, mode: AbstractContextManager[object], tensors: dict[str, torch.Tensor],
-    taken: Sequence[Value], granule: int, autocast: torch.dtype | None,
+    taken: Sequence[Value], granule: int, autocast: torch.dtype | None, narrows: bool,
 ) -> BlockCost:  # fmt: skip
     module.train()
     shape, dtype = taken[0].shape, taken[0].dtype
     trainable, own = tuple(name for name, tensor in tensors.items() if tensor.requires_grad), block.own(tensors)
-    narrow = CastUses(own, autocast) if autocast is not None else None
+    narrow = CastUses(own, autocast) if narrows and autocast is not None else None
     try:
         with mode, quiet_random(), quiet_log(), with_tensors(module, tensors):
             with SameTypes():  # type: ignore[no-untyped-call]

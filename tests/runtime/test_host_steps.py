@@ -261,10 +261,10 @@ def deep():
 
 
 def test_weights_that_autocast_alone_uses_are_the_narrow_ones():
-    costs = measure_chain(as_chain([deep]), (WIDER,), BATCH, autocast=torch.bfloat16)
+    costs = measure_chain(as_chain([deep]), (WIDER,), BATCH, autocast=torch.bfloat16, narrows=True)
     names = {f"{block}.{name}.weight" for block in (0, 2, 4) for name in ("first", "conv")}
     assert {spec.name for spec in costs[0].narrow.specs} == names
-    assert not measure_chain(as_chain([deep]), (WIDER,), BATCH)[0].narrow.specs
+    assert not measure_chain(as_chain([deep]), (WIDER,), BATCH, narrows=True)[0].narrow.specs
 
 
 def test_a_weight_that_others_use_too_does_not_come_in_16_bits(tmp_path):
@@ -278,7 +278,7 @@ def test_a_weight_that_others_use_too_does_not_come_in_16_bits(tmp_path):
             return self.head(self.middle(self.embed(x).mean(1)))
 
     chain = chain_of(Tied(), (5,), torch.int64)
-    costs = measure_chain(chain, (5,), BATCH, dtype=torch.int64, autocast=torch.bfloat16)
+    costs = measure_chain(chain, (5,), BATCH, dtype=torch.int64, autocast=torch.bfloat16, narrows=True)
     found = [spec.name for cost in costs for spec in cost.narrow.specs]
     assert found and not any("embed" in name or "head" in name for name in found)
 
@@ -324,7 +324,7 @@ class WideOnGPUs(nn.Linear):
 def test_weights_that_something_else_reads_do_not_come_in_16_bits(layer):
     """Backward of a Function, a hook, a forward pass of fewer rows, and what turns off autocast for GPUs by name."""
     model = nn.Sequential(layer(WIDER, WIDER), nn.Tanh(), nn.Linear(WIDER, WIDER))
-    costs = measure_chain(chain_of(model, (WIDER,), torch.float32), (WIDER,), BATCH, autocast=torch.bfloat16)
+    costs = measure_chain(chain_of(model, (WIDER,), torch.float32), (WIDER,), BATCH, autocast=torch.bfloat16, narrows=True)
     found = [(block.name, spec.name) for block, cost in zip(chain_of(model, (WIDER,), torch.float32), costs, strict=True)
              for spec in cost.narrow.specs]  # fmt: skip
     assert len(found) == 1 and "0" not in found[0][0], found
