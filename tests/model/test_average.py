@@ -220,14 +220,15 @@ def test_partitions_of_sil_have_each_their_own_average_of_their_own_updates(tmp_
 
 
 @pytest.mark.own_process  # what other tests have left differs between two plans
-@pytest.mark.own_process
 def test_the_plan_counts_it_like_a_moment(tmp_path):
+    """Wide enough that the state is more than a trial of the blocks ever took: one of 16 MB passed a state of 0.7 MB once."""
+
     def planned(**options):
-        model = [lambda: nn.Linear(6, 4096, bias=False), lambda: nn.Linear(4096, 4, bias=False)]
+        model = [lambda: nn.Linear(6, 1 << 18, bias=False), lambda: nn.Linear(1 << 18, 4, bias=False)]
         return Trainer(model, mem_limit="2GB", method="full", quiet=True, **options).plan(*numbers((6,)))
 
     with_it, without = planned(ema=DECAY), planned()
-    weights = 4 * (6 * 4096 + 4096 * 4)
+    weights = 4 * (6 + 4 << 18)
     assert with_it.full_state - without.full_state == weights
     grown = (with_it.peak - with_it.runtime) - (without.peak - without.runtime)
     assert 0 <= grown - weights <= 8192
