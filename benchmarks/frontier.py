@@ -12,7 +12,8 @@ T                         a GPT of 151 million parameters at batch 8, as in benc
 R                         ResNet-50 with BatchNorm on 3 x 64 x 64 at batch 128
 
 The arms of a round run one after the other, each in a process of its own (benchmarks/streamed_arm.py): plain PyTorch, torch's
-checkpoint_sequential at several segment counts, and seqpart under ten limits. Ratios are to the plain loop of the same round.
+checkpoint_sequential at several segment counts, and seqpart under ten limits; of S also with weights and moments in bfloat16,
+and with adamw8bit. Ratios are to the plain loop of the same round, in float32.
 There is no save_on_cpu arm: without a GPU it copies saved tensors within the same memory, which saves none and costs time.
 File mappings are no arm here: their pages are counted and limited by a memory cgroup only, so benchmarks/peers measures them.
 Results: benchmarks/results/frontier-*.json
@@ -42,6 +43,8 @@ class Part:
     segments: tuple[int, ...]
     """Of checkpoint_sequential; the last of them, as many as there are blocks, checkpoints every block."""
     limits: tuple[str, ...]
+    small: tuple[str, ...] = ()
+    """Limits at which smaller states are tried too."""
     shape: tuple[object, ...] = ()
     """Of a network without a name."""
 
@@ -54,10 +57,12 @@ PARTS = {
     "S-256": Part(
         "S", 256, 11, (4, 8, 26),
         ("375MB", "450MB", "600MB", "800MB", "1GB", "1.2GB", "1.4GB", "1.7GB", "1.9GB", "2.2GB"),
+        ("375MB", "450MB", "600MB", "800MB", "1GB", "1.4GB"),
     ),
     "S-32": Part(
         "S", 32, 15, (4, 8, 26),
         ("355MB", "450MB", "600MB", "800MB", "1GB", "1.2GB", "1.4GB", "1.7GB", "1.9GB", "2.1GB"),
+        ("355MB", "450MB", "600MB", "800MB", "1GB", "1.4GB"),
     ),
     "L-256": Part(
         "L", 256, 7, (4, 8, 26),
@@ -76,7 +81,7 @@ PARTS = {
         ("680MB", "740MB", "800MB", "900MB", "1GB", "1.2GB", "1.4GB", "1.6GB", "1.8GB", "2.05GB"),
     ),
 }  # fmt: skip
-QUICK = {"small": Part("small", 16, WARM_UP + 2, (4,), ("1GB",), ("--width", 64, "--depth", 2))}
+QUICK = {"small": Part("small", 16, WARM_UP + 2, (4,), ("1GB",), ("1GB",), ("--width", 64, "--depth", 2))}
 DEFAULT = ("S-256", "S-32")
 FOLDER = Path("runs")
 """Where the homes lie while a run lasts: a real disk."""
@@ -88,7 +93,9 @@ def arms_of(part: Part, limits: Sequence[str]) -> dict[str, tuple[object, ...]]:
     for count in part.segments:
         name = report.EVERY_BLOCK if count == part.segments[-1] else f"checkpoint_sequential, {count} segments"
         arms[name] = ("plain", "--segments", count)
-    return arms | {limit: ("streamed", "--method", "auto", "--limit", limit) for limit in limits}
+    arms |= {limit: ("streamed", "--method", "auto", "--limit", limit) for limit in limits}
+    small = [(limit, states) for states in report.SMALL for limit in part.small if limit in limits]
+    return arms | {report.with_states(limit, states): (*arms[limit], "--states", states) for limit, states in small}
 
 
 def measured(name: str, rounds: int, folder: Path, limits: Sequence[str] = (), updates: int | None = None) -> dict[str, Any]:

@@ -26,6 +26,9 @@ RUNS = ("unlimited", "at_smallest", "at_equal", "timed")
 EVERY_BLOCK = "checkpoint_sequential, every block"
 MARKS = {name: ("^v<>"[place], "#3c7d3c" if "deepspeed" in name else "#7a4f9e") for place, name in enumerate(PEERS)}
 
+SMALL = {"bf16": ("seqpart, states in bfloat16", "#5b9bd5"), "8bit": ("seqpart, moments in 8 bits", "#9dc3e6")}
+"""Smaller states (streamed_arm.STATES): their label, and their colour."""
+
 Points = dict[str, Any]
 
 
@@ -44,11 +47,20 @@ def ended(points: Points) -> Points:
     return {name: point for name, point in points.items() if "failed" not in point}
 
 
-def ours(points: Points) -> Points:
-    """Seqpart's points by limit, from the smallest."""
+def with_states(limit: str, states: str) -> str:
+    """Name of the arm under this limit whose states are smaller."""
+    return f"{limit}, {states}"
+
+
+def ours(points: Points, states: str = "") -> Points:
+    """Seqpart's points by limit, from the smallest: those in float32, or with smaller `states`."""
     from seqpart.units import parse_size
 
-    found = {name: point for name, point in ended(points).items() if "method" in point["runs"][0]}
+    found = {}
+    for name, point in ended(points).items():
+        limit, _, kind = name.partition(", ")
+        if kind == states and "method" in point["runs"][0]:
+            found[limit] = point
     return dict(sorted(found.items(), key=lambda named: parse_size(named[0])))
 
 
@@ -191,6 +203,9 @@ def _panel(axes: Any, points: Points, found: dict[str, Any]) -> None:
     if curve:
         places = [(point["peak"] / 1e9, point["to plain"]) for point in curve.values()]
         axes.plot(*zip(*places, strict=True), "o-", color="#1f5f99", label="seqpart --method auto")
+    for states, (label, colour) in SMALL.items():
+        if places := [(point["peak"] / 1e9, point["to plain"]) for point in ours(points, states).values()]:
+            axes.plot(*zip(*places, strict=True), ".--", color=colour, label=label)
     torchs = [(p["peak"] / 1e9, p["to plain"]) for name, p in points.items() if name.startswith("checkpoint")]
     if torchs:
         axes.plot(*zip(*torchs, strict=True), "s", color="#b3541e", label="checkpoint_sequential")

@@ -70,6 +70,16 @@ def test_a_limit_that_failed_is_named_and_is_no_point():
     assert report.sentences(points, PEERS) == report.sentences(POINTS, PEERS)
 
 
+def test_smaller_states_have_curves_of_their_own():
+    arms = frontier.arms_of(frontier.PARTS["S-256"], ["600MB", "1.2GB"])
+    assert [name for name in arms if "MB" in name or "GB" in name] == ["600MB", "1.2GB", "600MB, bf16", "600MB, 8bit"]
+    assert arms["600MB, 8bit"] == (*arms["600MB"], "--states", "8bit")
+    points = {**POINTS, "1GB, 8bit": point(850_000_000, 3.0, expected=3.0)}
+    assert report.sentences(points, PEERS) == report.sentences(POINTS, PEERS)
+    assert report.ours(points) == report.ours(POINTS)
+    assert report.ours(points, "8bit") == {"1GB": points["1GB, 8bit"]} and not report.ours(points, "bf16")
+
+
 def test_peers_are_shown_only_at_their_batch():
     known = {"S": PEERS}
     assert frontier.peers_of(frontier.PARTS["S-256"], known) == PEERS
