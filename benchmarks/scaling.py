@@ -2,6 +2,7 @@
 peaks; beside the seconds what the plan says, and what benchmarks/scaling_simulated.py does.
 
     python -m benchmarks.scaling                  1, 2 and 4 processes of one thread, three rounds
+    python -m benchmarks.scaling --rows 1024      1 and 2 processes that compute eight times as long for as many gradients
     python -m benchmarks.scaling --quick          a small network in one round, to see that it runs; kept nowhere
 
 A residual MLP of width 2048 and 8 blocks, 128 rows a process, in a plain loop (DistributedDataParallel in several processes)
@@ -19,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import quick
-from benchmarks.record import save
+from benchmarks.record import load, save
 from benchmarks.streamed_arm import WARM_UP, run_arm
 
 ARMS: dict[str, tuple[object, ...]] = {
@@ -28,7 +29,9 @@ ARMS: dict[str, tuple[object, ...]] = {
     "streamed": ("streamed", "--method", "streamed", "--limit", "500MB"),
 }
 FOLDER = Path("runs")
-NETWORK: tuple[object, ...] = "--width", 2048, "--depth", 8, "--batch", 128, "--updates", WARM_UP + 6
+NETWORK: tuple[object, ...] = "--width", 2048, "--depth", 8, "--updates", WARM_UP + 6
+ROWS = {128: (1, 2, 4), 1024: (1, 2)}
+"""Numbers of processes by the rows of each."""
 
 
 def measured(
@@ -43,6 +46,11 @@ def measured(
             said = f"{one['median']:7.3f} s, {one['peak'] / 1e6:.0f} MB"
             print(f"  round {number + 1}: {name:8} {count} process(es) {said}", flush=True)
     return {key: _summary(runs, found[f"{key.partition(',')[0]}, {ranks[0]}"], int(key[-1])) for key, runs in found.items()}
+
+
+def _named(rows: int, result: dict[str, Any]) -> dict[str, Any]:
+    """The result of so many rows a process under names of its own, unless they are the fewest."""
+    return result if rows == min(ROWS) else {f"{rows:,} rows, {name}": one for name, one in result.items()}
 
 
 def _summary(runs: list[dict[str, Any]], alone: list[dict[str, Any]], count: int) -> dict[str, Any]:
@@ -68,6 +76,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, choices=ROWS, default=min(ROWS), help="of a process (default: %(default)s)")
     quick.add_to(parser)
     options = parser.parse_args()
     if options.quick:
@@ -75,9 +84,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             show(measured(("plain", "streamed"), 1, (2,), network, Path(place)))
         return
-    result = measured(ARMS, options.rounds, (1, 2, 4), NETWORK, FOLDER)
+    network = *NETWORK, "--batch", options.rows
+    result = _named(options.rows, measured(ARMS, options.rounds, ROWS[options.rows], network, FOLDER))
     show(result)
-    print(save("scaling", result))
+    print(save("scaling", load("scaling") | result))
 
 
 if __name__ == "__main__":

@@ -162,8 +162,8 @@ def _traced(asked: _Asked) -> tuple[Chain, Program]:
 def _uncut(error: Inside, last: Inside, asked: _Asked) -> ModelError:
     model, dtype = asked.model, asked.dtype
     where = error.where or error.path or type(model).__name__
-    floats = any(one.dtype.is_floating_point for one in asked.form)
-    types = cure_of_types(model.parameters(), torch.float32 if floats else dtype, asked.autocast)
+    floats = next((one.dtype for one in asked.form if one.dtype.is_floating_point), dtype)
+    types = cure_of_types(model.parameters(), floats, asked.autocast)
     cure = types or ("" if asked.form else cure_of_tokens(error.why, dtype)) or _without_draws(model)
     cure = cure or "Move that into a module of its own" + (
         "." if asked.labels is None else ", or give a function (what the model returns, labels) -> loss."

@@ -4,7 +4,7 @@ So the code that keeps, shuffles and moves rows handles one tensor. A traced mod
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
@@ -56,7 +56,7 @@ def is_several(x: object) -> bool:
 
 def form_of(x: object, said: str, *, whole: bool) -> Form:
     """Returns the form of the x of a row, or of all rows (`whole`) in the first dimension. Raises DataError, naming `said`."""
-    found, offset = [], 0
+    found = []
     for name, tensor in _named(x):
         own = _tensor(tensor[:1] if whole and hasattr(tensor, "shape") and len(tensor.shape) else tensor, said, name)
         if whole and not own.ndim:
@@ -64,11 +64,30 @@ def form_of(x: object, said: str, *, whole: bool) -> Form:
         shape = tuple(own.shape[1:] if whole else own.shape)
         if not prod(shape):
             raise DataError(f"{said}: {name or 'an input'} has rows of shape {shape}, which hold no numbers.")
-        found.append(Input(name, shape, own.dtype, offset))
-        offset += round_up(found[-1].nbytes, _ALIGNED)
+        found.append((name, shape, own.dtype))
     if not found:
         raise DataError(f"{said}: a row has no inputs.")
+    return _placed(found)
+
+
+def _placed(inputs: Iterable[tuple[str | None, tuple[int, ...], torch.dtype]]) -> Form:
+    """Returns the form of inputs one behind the other."""
+    found, offset = list[Input](), 0
+    for name, shape, dtype in inputs:
+        found.append(Input(name, shape, dtype, offset))
+        offset += round_up(found[-1].nbytes, _ALIGNED)
     return tuple(found)
+
+
+def in_types(form: Form, types: Iterable[torch.dtype]) -> Form:
+    """Returns the form of the same inputs in other types."""
+    return _placed((one.name, one.shape, dtype) for one, dtype in zip(form, types, strict=True))
+
+
+def repacked(rows: torch.Tensor, form: Form, other: Form, said: str) -> torch.Tensor:
+    """Returns rows of one form, (rows, bytes), in another of the same inputs. Raises what `packed` does."""
+    by_place, by_name = unpacked(rows, form)
+    return packed(by_name or tuple(by_place), other, said)
 
 
 def nbytes_of(form: Form) -> int:
@@ -91,7 +110,7 @@ def packed(x: object, form: Form, said: str) -> torch.Tensor:
                 f"{said}: row shapes differ: {name or 'an input'} has {one.shape}, and {tuple(tensor.shape[1:])} elsewhere. "
                 f"Cut them to one shape. {PADS}"
             )
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if not bool(tensor.isfinite().all()):
             raise DataError(
                 f"{said}: NaN or infinity in {name or 'an input'}. Clean the data: one such row spoils every weight."
             )
@@ -181,13 +200,10 @@ def as_tensor(part: Any) -> torch.Tensor:
 
 
 def _tensor(part: Any, said: str, name: str | None) -> torch.Tensor:
-    """Returns floats as float32, and other numbers in their type."""
+    """Returns numbers as a tensor on the CPU."""
     refuse_text(part, said, name)
     try:
-        tensor = as_tensor(part).detach().cpu()
+        return as_tensor(part).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         of = f" in {name}" if name else ""
         raise DataError(f"{said}: expected numbers of one shape{of}: {str(error).splitlines()[0]}") from None
-    if tensor.is_complex():
-        raise DataError(f"{said}: expected real numbers; found {tensor.dtype}.")
-    return tensor.float() if tensor.is_floating_point() else tensor

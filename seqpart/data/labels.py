@@ -64,7 +64,7 @@ def labels_of_items(labels: Sequence[Any], name: str) -> tuple[torch.Tensor, For
 
 
 def as_labels(labels: Any, name: str) -> torch.Tensor:
-    """Returns labels (rows, ...) as int64 classes of rows, whole numbers of positions in their own narrow type, or float32.
+    """Returns labels (rows, ...) as int64 classes of rows, whole numbers of positions in their own narrow type, or floats.
 
     Raises DataError for anything else, and for NaN or infinity.
     """
@@ -84,7 +84,7 @@ def as_labels(labels: Any, name: str) -> torch.Tensor:
         )
     if not tensor.is_floating_point():
         return tensor.to(torch.int64 if tensor.ndim == 1 else _NARROW.get(tensor.dtype, torch.int64)).clone()
-    tensor = tensor.to(torch.float32).clone()
+    tensor = tensor.to(torch.float32 if tensor.itemsize < 4 else tensor.dtype, copy=True)
     for start in range(0, len(tensor), _ROWS_AT_ONCE):  # a mask of all of them may be large
         finite = tensor[start : start + _ROWS_AT_ONCE].isfinite().view(-1, prod(tensor.shape[1:])).all(1)
         if not bool(finite.all()):
@@ -98,7 +98,8 @@ def plain(label: Any) -> Any:
         return {name: plain(part) for name, part in label.items()}
     if not isinstance(label, torch.Tensor):
         return label
-    return label.item() if label.numel() == 1 else label.detach().cpu().numpy()
+    label = label.detach().cpu()
+    return label.item() if label.numel() == 1 else (label.float() if label.dtype == torch.bfloat16 else label).numpy()
 
 
 def loss_for(

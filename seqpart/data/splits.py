@@ -6,7 +6,7 @@ Rows are quantities (float32, or float64 if requested) or tokens (int64), which 
 16 bits, as in images, are quantities; those of 32 or 64 bits are tokens.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -18,8 +18,21 @@ import xxhash
 from torch import nn
 from torch.utils.data import DataLoader
 
-from seqpart.capture.inputs import PADS, Form, as_tensor, described, form_of, is_several, nbytes_of, one_row, packed, some_rows
-from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
+from seqpart.capture.inputs import (
+    PADS,
+    Form,
+    as_tensor,
+    described,
+    form_of,
+    in_types,
+    is_several,
+    nbytes_of,
+    one_row,
+    packed,
+    repacked,
+    some_rows,
+)
+from seqpart.data.labels import are_several, as_labels, labels_of_items, labels_of_rows, plain
 from seqpart.errors import DataError
 from seqpart.model.losses import label_dtype
 
@@ -102,7 +115,7 @@ def kind_of(item: object) -> str:
 
 
 ROWS_AT_ONCE = 256
-QUANTITIES = (torch.float32, torch.float64)
+QUANTITIES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 TOKENS = torch.int64
 _WHOLE_TO = {torch.float32: 1 << 24, torch.float64: 1 << 53}
 """Largest magnitude up to which every whole number is exact in the type."""
@@ -137,7 +150,7 @@ class Split:
     """(count,) int64 classes or floats to regress; (count, ...) classes of positions or floats; uint8 with a label form."""
     open: Callable[[], Iterable[torch.Tensor]]
     dtype: torch.dtype = torch.float32
-    """The type of its rows: float32, float64 (for a float64 model) or int64 (tokens); uint8 with a form."""
+    """The type of its rows, one of QUANTITIES or int64 (tokens); uint8 with a form."""
     form: Form = ()
     """How several inputs are packed in a row of bytes."""
     label_form: Form = ()
@@ -184,10 +197,10 @@ def as_split(data: object, name: str) -> Split:
     """Returns a Split of a Split, a pair (x, y) of tensors or arrays, or a map-style data set of (x, y) items.
 
     x may also be a dict of tensors, which the model takes by name, or a tuple of tensors, which it takes in order; an item
-    may be a dict with its labels as `labels`. These tensors keep their types, except that floats become float32.
-    x of whole numbers of 32 or 64 bits is tokens and becomes int64; of any other type, such as uint8 images, it becomes
-    float32. A Split's `dtype` is kept. y has one label for each row; or whole numbers (rows, ...), a class for each position,
-    or floats of any shape; or it is a dict or a tuple of these, for a loss that takes one.
+    may be a dict with its labels as `labels`. Floats keep their types until the model is known, see `in_type_of`. x of whole
+    numbers of 32 or 64 bits is tokens and becomes int64, of smaller ones, such as uint8 images, float32; of several tensors
+    each keeps its own. A Split's `dtype` is kept. y has one label for each row; or whole numbers (rows, ...), a class for each
+    position, or floats of any shape; or it is a dict or a tuple of these, for a loss that takes one.
 
     Raises DataError for anything else, for no rows, for rows of different shapes, for x and y of different length, and for a
     data set whose items differ when they are read again, as with random augmentation: rows are read once and kept.
@@ -217,17 +230,72 @@ def as_split(data: object, name: str) -> Split:
 
 
 def in_type_of(like: object, rows: Split) -> Split:
-    """Returns rows of one tensor of floats as float64 if all weights of a model are, or the rows `like`; else as they are.
+    """Returns rows whose floats, labels among them, have the types that a model takes, or those that the rows `like` have.
 
-    Those of a loader or a stream stay float32, as which they are transferred, and such a model is refused."""
+    They become float64 if all weights of the model are of that type. Rows of 16 bits stay so if some weights are. All others
+    become float32, and complex numbers stay complex.
+    """
     if isinstance(like, Split):
-        doubles = like.dtype == torch.float64
+        of_rows = _types_in(like.form) or [like.dtype]
+        of_labels = _types_in(like.label_form) or [like.labels.dtype]
     else:
         parts = [part for part in (like if isinstance(like, list | tuple) else [like]) if isinstance(part, nn.Module)]
-        types = {one.dtype for part in parts for one in part.parameters() if one.is_floating_point()}
-        doubles = types == {torch.float64}
-    changes = doubles and rows.dtype == torch.float32 and not rows.form and rows.source is None
-    return replace(rows, dtype=torch.float64) if changes else rows
+        weights = {one.dtype for part in parts for one in part.parameters() if one.is_floating_point() or one.is_complex()}
+        of_rows = [_type_for(weights, dtype) for dtype in _types_in(rows.form) or [rows.dtype]]
+        weights = {one for one in weights if one.itemsize > 2}
+        of_labels = [_type_for(weights, dtype) for dtype in _types_in(rows.label_form) or [rows.labels.dtype]]
+    return _labels_in(of_labels, _rows_in(of_rows, rows))
+
+
+def _types_in(form: Form) -> list[torch.dtype]:
+    return [one.dtype for one in form]
+
+
+def _type_for(weights: Collection[torch.dtype], dtype: torch.dtype) -> torch.dtype:
+    """Returns the type in which a model with such weights takes numbers of a type."""
+    wide = bool(weights) and {*weights} <= {torch.float64, torch.complex128}
+    if dtype.is_complex:
+        return torch.complex128 if wide else torch.complex64
+    if not dtype.is_floating_point or (dtype.itemsize == 2 and dtype in weights):
+        return dtype
+    return torch.float64 if wide else torch.float32
+
+
+def _rows_in(types: Sequence[torch.dtype], rows: Split) -> Split:
+    """Returns rows with the types of their inputs changed, floats to floats and complex to complex ones."""
+    if not rows.form:
+        dtype = _changed(rows.dtype, types[0])
+        return replace(rows, dtype=dtype, kept=dtype if rows.kept == rows.dtype else rows.kept)
+    form = _form_in(types, rows.form)
+    if form == rows.form:
+        return rows
+
+    def again(passes: Callable[[], Iterable[torch.Tensor]]) -> Iterator[torch.Tensor]:
+        return (repacked(found, rows.form, form, f"{rows.name} data") for found in passes())
+
+    some = None if rows.some is None else partial(again, rows.some)
+    return replace(rows, form=form, shape=(nbytes_of(form),), open=partial(again, rows.open), some=some)
+
+
+def _labels_in(types: Sequence[torch.dtype], rows: Split) -> Split:
+    if not rows.label_form:
+        dtype = _changed(rows.labels.dtype, types[0])
+        return rows if dtype == rows.labels.dtype else replace(rows, labels=as_labels(rows.labels.to(dtype), rows.name))
+    form = _form_in(types, rows.label_form)
+    if form == rows.label_form:
+        return rows
+    return replace(rows, label_form=form, labels=repacked(rows.labels, rows.label_form, form, f"{rows.name} labels"))
+
+
+def _form_in(types: Sequence[torch.dtype], form: Form) -> Form:
+    if len(types) != len(form):
+        return form  # which is refused elsewhere
+    return in_types(form, map(_changed, _types_in(form), types))
+
+
+def _changed(dtype: torch.dtype, to: torch.dtype) -> torch.dtype:
+    alike = (dtype.is_floating_point, dtype.is_complex) == (to.is_floating_point, to.is_complex)
+    return to if alike and (dtype.is_floating_point or dtype.is_complex) else dtype
 
 
 def tested_on(data: object, train: Split) -> Split:
@@ -242,14 +310,18 @@ def _known_dtype(split: Split) -> Split:
     if split.form or dtype in (*QUANTITIES, TOKENS):
         return split
     if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
-        raise DataError(f"{split.name} data: expected rows of float32, float64 or int64 (tokens); found dtype={dtype}.")
+        known = ", ".join(str(one).removeprefix("torch.") for one in QUANTITIES)
+        raise DataError(f"{split.name} data: expected rows of {known} or int64 (tokens); found dtype={dtype}.")
     return replace(split, dtype=TOKENS)
 
 
 def _dtype_of(x: object) -> torch.dtype:
-    """Returns int64 for whole numbers that a float32 may round (ids, tokens, times), else float32."""
-    wide = str(getattr(x, "dtype", "")).removeprefix("torch.") in ("int32", "uint32", "int64", "uint64")
-    return TOKENS if wide else torch.float32
+    """Returns int64 for whole numbers that a float32 may round (ids, tokens, times), floats as they are, else float32."""
+    dtype = getattr(x, "dtype", "")
+    name = getattr(dtype, "name", str(dtype)).removeprefix("torch.")
+    if name in ("int32", "uint32", "int64", "uint64"):
+        return TOKENS
+    return next((one for one in QUANTITIES if str(one) == f"torch.{name}"), torch.float32)
 
 
 def _from_pair(x: Any, y: Any, name: str) -> Split:
@@ -261,7 +333,7 @@ def _from_pair(x: Any, y: Any, name: str) -> Split:
         raise DataError(f"{name} data: x has one number a row and no dimension for it. Give x of shape (rows, 1): x[:, None].")
     if getattr(x, "layout", torch.strided) is not torch.strided:
         raise DataError(f"{name} data: expected x with all its numbers; found {x.layout}. Give x.to_dense().")
-    if isinstance(x, np.ndarray) and x.dtype.kind not in "buif":
+    if isinstance(x, np.ndarray) and x.dtype.kind not in "buifc":
         raise DataError(f"{name} data: expected x to be numbers; found an array of type {x.dtype}.")
 
     def passes(step: int = 1) -> Iterator[torch.Tensor]:
@@ -491,7 +563,7 @@ def copy_rows(split: Split, into: torch.Tensor) -> int:
 
 def converted(found: torch.Tensor, split: Split) -> torch.Tensor:
     """Returns rows converted to the split's type. Raises DataError if that would change their values."""
-    if found.is_complex():
+    if found.is_complex() and not split.dtype.is_complex:
         raise DataError(f"{split.name} data: expected real numbers; found {found.dtype}.")
     if split.tokens and found.is_floating_point():
         raise DataError(f"{split.name} data: expected tokens (whole numbers); found {found.dtype}.")

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import ConcatDataset
 
 from seqpart.data.source import Source
-from seqpart.data.splits import Split, said_of_labels, said_of_rows
+from seqpart.data.splits import Split, in_type_of, said_of_labels, said_of_rows
 from seqpart.errors import DataError
 
 
@@ -36,6 +36,7 @@ def together(data: Mapping[str, object], read: Callable[[object], Split], name: 
             error.add_note(f"in the {name} set {own!r}")
             raise
     first = next(iter(found.values()))
+    found = {own: in_type_of(first, split) for own, split in found.items()}
     for own, split in found.items():
         for what, said in (("rows", said_of_rows), ("labels", said_of_labels)):
             if said(split) != said(first):

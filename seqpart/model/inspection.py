@@ -106,15 +106,10 @@ def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype, autocast:
     if not found or not dtype.is_floating_point or dtype in found:
         return ""
     said, other = (str(kind).removeprefix("torch.") for kind in (min(found, key=str), dtype))
-    if dtype != torch.float32:
-        cure = f"model.to(torch.{other})"
-    elif autocast is not None or found not in ({torch.bfloat16}, {torch.float16}):
-        cure = "model.float()"
-    elif found == {torch.bfloat16}:
-        cure = "--dtype bf16, which casts rows as it computes, or model.float()"
-    else:
-        cure = "model.float(), and --dtype bf16 for products in 16 bits"
-    return f"Its weights are {said} and its input is {other}, the type in which rows of floats are read: give {cure}."
+    cures = [f"rows of {said} (x.to(torch.{said}))", "model.float()"]
+    if autocast is None and found == {torch.bfloat16}:
+        cures.append("--dtype bf16, which casts rows as it computes")
+    return f"Its weights are {said} and its input is {other}: give {', or '.join(cures)}."
 
 
 def cure_of_tokens(said: str, dtype: torch.dtype) -> str:

@@ -287,7 +287,9 @@ def _measure_module(
         packed = dtype == torch.uint8 and "float32" in reason  # of several inputs, whose floats are these
         given = torch.float32 if packed else dtype
         cure = known or cure_of_types(tensors.values(), given, autocast) or "Change the block, or the rows."
-        text = f"{block} cannot take rows of shape {shape[1:]}{kind}: {reason}. {cure}"
+        text = (
+            f"{block} cannot take {'the inputs of a row' if packed else f'rows of shape {shape[1:]}{kind}'}: {reason}. {cure}"
+        )
         if block.number or known:
             raise ModelError(text) from error
         if not given.is_floating_point:

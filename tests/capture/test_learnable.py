@@ -6,9 +6,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from seqpart import Trainer
 from seqpart.errors import BadInput, ModelError, OptionError
+from tests.choice import in_turn
 from tests.command import call, refused
 
 X, Y = torch.randn(24, 16, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
@@ -70,19 +72,70 @@ def test_the_command_refuses_it_too(tmp_path, monkeypatch, capsys):
 @pytest.mark.few(1)
 def test_a_model_of_other_floats_than_its_rows_is_told_what_trains_it(dtype):
     """One of bfloat16 was told to be float32, and nothing of mixed precision."""
-    said, cure = str(dtype).removeprefix("torch."), r"give model\.float\(\)"
-    mixed = {"dtype": "bf16"}
+    said, mixed = str(dtype).removeprefix("torch."), {"dtype": "bf16"}
+    cure = rf"give rows of {said} \(x\.to\({dtype}\)\), or model\.float\(\)"
     if dtype == torch.bfloat16:
-        cure = r'give dtype="bf16", which casts rows as it computes, or model\.float\(\)'
-    else:
-        cure += ', and dtype="bf16"'
+        cure += ', or dtype="bf16", which casts rows as it computes'
     for model in (blocks(), Whole()):
-        with pytest.raises(BadInput, match=f"Its weights are {said} and its input is float32, .*: {cure}"):
+        with pytest.raises(BadInput, match=f"Its weights are {said} and its input is float32: {cure}"):
             trainer(model.to(dtype)).plan((X.double(), Y))
         if dtype == torch.bfloat16:
             assert trainer(model, **mixed).plan((X.double(), Y)).partitions
         assert trainer(model.float(), **mixed).plan((X.double(), Y)).partitions
     assert trainer(Whole()).plan((X.double(), Y)).partitions, "rows of float64 become float32"
+
+
+class Two(nn.Module):
+    """Takes two inputs of its own type."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8, dtype=dtype), nn.Linear(3, 8, dtype=dtype)
+        self.last = nn.Linear(8, 5, dtype=torch.float32 if dtype.is_complex else dtype)
+
+    def forward(self, left, right):
+        found = torch.tanh(self.first(left) + self.second(right))
+        return self.last(found.abs() if found.is_complex() else found)
+
+
+class One(Two):
+    """Takes both in one tensor."""
+
+    def forward(self, both):
+        return super().forward(both[:, :4], both[:, 4:])
+
+
+TYPES = [torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+
+
+@pytest.mark.parametrize(("given", "dtype"), in_turn(["pair", "items", "loader", "dict", "dicts"], TYPES), ids=str)
+def test_rows_come_in_the_type_that_the_model_takes(given, dtype, tmp_path):
+    """All floats became float32 but those of float64 in one tensor, and complex rows were refused."""
+    torch.manual_seed(0)
+    several, both = given.startswith("dict"), torch.randn(32, 7, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+    both = both.to(dtype)
+    model = (Two if several else One)(dtype)
+    expected, named = copy.deepcopy(model), {"left": both[:, :4], "right": both[:, 4:]}
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, fused=not dtype.is_complex)
+    y = torch.arange(32) % 5
+    for _ in range(2):
+        for at in range(0, 32, 8):
+            rows = slice(at, at + 8)
+            output = expected(**{name: part[rows] for name, part in named.items()}) if several else expected(both[rows])
+            nn.functional.cross_entropy(output, y[rows]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    items = list(zip(both, y, strict=True))
+    data = {
+        "pair": (both, y), "items": items, "loader": DataLoader(items, batch_size=8), "dict": (named, y),
+        "dicts": [{**{name: part[i] for name, part in named.items()}, "labels": y[i]} for i in range(32)],
+    }[given]  # fmt: skip
+    options = {"batch_size": 8, "micro_batch_size": 8, "epochs": 2, "lr": 0.1, "optimizer": "sgd"}
+    if given != "loader":
+        options["shuffle"] = False
+    used = Trainer(model, mem_limit="2GB", method="streamed", quiet=True, output_dir=tmp_path / "run", **options)
+    used.fit(data)
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("method", ["full", "streamed"])

@@ -174,14 +174,13 @@ def without_labels():
     [
         (lambda: changed(mask=torch.ones(ROWS - 1, POSITIONS)), f"{ROWS - 1} rows of x and {ROWS} labels"),
         (lambda: changed(mask=torch.ones(ROWS, 0)), "mask has rows of shape"),
-        (lambda: changed(mask=torch.ones(ROWS, 2, dtype=torch.complex64)), "expected real numbers"),
         (spoilt, "NaN or infinity in quantities"),
         (uneven, "item 9: row shapes differ: ids has"),
         (lacking, "item 9: expected the inputs ids"),
         (without_labels, "item 0: expected a dict with labels beside the inputs .*; found ids, mask"),
         (lambda: ({}, data()[1]), "a row has no inputs"),
     ],
-    ids=["length", "empty", "complex", "nan", "shapes", "names", "labels", "none"],
+    ids=["length", "empty", "nan", "shapes", "names", "labels", "none"],
 )
 def test_inputs_that_do_not_belong_together_are_refused_in_words(rows, words, tmp_path):
     with pytest.raises(DataError, match=words):
