@@ -4,7 +4,7 @@ So the code that keeps, shuffles and moves rows handles one tensor. A traced mod
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
@@ -79,9 +79,9 @@ def _placed(inputs: Iterable[tuple[str | None, tuple[int, ...], torch.dtype]]) -
     return tuple(found)
 
 
-def in_types(form: Form, types: Iterable[torch.dtype]) -> Form:
+def in_types(form: Form, type_of: Callable[[torch.dtype], torch.dtype]) -> Form:
     """Returns the form of the same inputs in other types."""
-    return _placed((one.name, one.shape, dtype) for one, dtype in zip(form, types, strict=True))
+    return _placed((one.name, one.shape, type_of(one.dtype)) for one in form)
 
 
 def repacked(rows: torch.Tensor, form: Form, other: Form, said: str) -> torch.Tensor:

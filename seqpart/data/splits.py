@@ -236,66 +236,39 @@ def in_type_of(like: object, rows: Split) -> Split:
     become float32, and complex numbers stay complex.
     """
     if isinstance(like, Split):
-        of_rows = _types_in(like.form) or [like.dtype]
-        of_labels = _types_in(like.label_form) or [like.labels.dtype]
+        found = [like.dtype, like.labels.dtype, *(one.dtype for one in (*like.form, *like.label_form))]
     else:
         parts = [part for part in (like if isinstance(like, list | tuple) else [like]) if isinstance(part, nn.Module)]
-        weights = {one.dtype for part in parts for one in part.parameters() if one.is_floating_point() or one.is_complex()}
-        of_rows = [_type_for(weights, dtype) for dtype in _types_in(rows.form) or [rows.dtype]]
-        weights = {one for one in weights if one.itemsize > 2}
-        of_labels = [_type_for(weights, dtype) for dtype in _types_in(rows.label_form) or [rows.labels.dtype]]
-    return _labels_in(of_labels, _rows_in(of_rows, rows))
-
-
-def _types_in(form: Form) -> list[torch.dtype]:
-    return [one.dtype for one in form]
-
-
-def _type_for(weights: Collection[torch.dtype], dtype: torch.dtype) -> torch.dtype:
-    """Returns the type in which a model with such weights takes numbers of a type."""
-    wide = bool(weights) and {*weights} <= {torch.float64, torch.complex128}
-    if dtype.is_complex:
-        return torch.complex128 if wide else torch.complex64
-    if not dtype.is_floating_point or (dtype.itemsize == 2 and dtype in weights):
-        return dtype
-    return torch.float64 if wide else torch.float32
-
-
-def _rows_in(types: Sequence[torch.dtype], rows: Split) -> Split:
-    """Returns rows with the types of their inputs changed, floats to floats and complex to complex ones."""
-    if not rows.form:
-        dtype = _changed(rows.dtype, types[0])
-        return replace(rows, dtype=dtype, kept=dtype if rows.kept == rows.dtype else rows.kept)
-    form = _form_in(types, rows.form)
+        found = [one.dtype for part in parts for one in part.parameters()]
+    taken = {one for one in found if one.is_floating_point or one.is_complex}
+    type_of, label_type_of = partial(_type_for, taken), partial(_type_for, {one for one in taken if one.itemsize > 2})
+    form, label_form, labels = in_types(rows.form, type_of), in_types(rows.label_form, label_type_of), rows.labels
+    if label_form != rows.label_form:
+        labels = repacked(labels, rows.label_form, label_form, f"{rows.name} labels")
+    elif (dtype := label_type_of(labels.dtype)) != labels.dtype:
+        labels = as_labels(labels.to(dtype), rows.name)
+    dtype = type_of(rows.dtype)
+    kept = dtype if rows.kept == rows.dtype else rows.kept
     if form == rows.form:
-        return rows
+        return replace(rows, dtype=dtype, kept=kept, labels=labels, label_form=label_form)
 
     def again(passes: Callable[[], Iterable[torch.Tensor]]) -> Iterator[torch.Tensor]:
         return (repacked(found, rows.form, form, f"{rows.name} data") for found in passes())
 
-    some = None if rows.some is None else partial(again, rows.some)
-    return replace(rows, form=form, shape=(nbytes_of(form),), open=partial(again, rows.open), some=some)
+    return replace(
+        rows, form=form, shape=(nbytes_of(form),), labels=labels, label_form=label_form, open=partial(again, rows.open),
+        some=None if rows.some is None else partial(again, rows.some),
+    )  # fmt: skip
 
 
-def _labels_in(types: Sequence[torch.dtype], rows: Split) -> Split:
-    if not rows.label_form:
-        dtype = _changed(rows.labels.dtype, types[0])
-        return rows if dtype == rows.labels.dtype else replace(rows, labels=as_labels(rows.labels.to(dtype), rows.name))
-    form = _form_in(types, rows.label_form)
-    if form == rows.label_form:
-        return rows
-    return replace(rows, label_form=form, labels=repacked(rows.labels, rows.label_form, form, f"{rows.name} labels"))
-
-
-def _form_in(types: Sequence[torch.dtype], form: Form) -> Form:
-    if len(types) != len(form):
-        return form  # which is refused elsewhere
-    return in_types(form, map(_changed, _types_in(form), types))
-
-
-def _changed(dtype: torch.dtype, to: torch.dtype) -> torch.dtype:
-    alike = (dtype.is_floating_point, dtype.is_complex) == (to.is_floating_point, to.is_complex)
-    return to if alike and (dtype.is_floating_point or dtype.is_complex) else dtype
+def _type_for(taken: Collection[torch.dtype], dtype: torch.dtype) -> torch.dtype:
+    """Returns the type for numbers of type `dtype` where these are taken."""
+    wide = bool(taken) and {*taken} <= {torch.float64, torch.complex128}
+    if dtype.is_complex:
+        return torch.complex128 if wide else torch.complex64
+    if not dtype.is_floating_point or (dtype.itemsize == 2 and dtype in taken):
+        return dtype
+    return torch.float64 if wide else torch.float32
 
 
 def tested_on(data: object, train: Split) -> Split:
