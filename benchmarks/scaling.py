@@ -5,9 +5,10 @@ peaks; beside the seconds what the plan says, and what benchmarks/scaling_simula
     python -m benchmarks.scaling --rows 1024      1 and 2 processes that compute eight times as long for as many gradients
     python -m benchmarks.scaling --quick          a small network in one round, to see that it runs; kept nowhere
 
-A residual MLP of width 2048 and 8 blocks, 128 rows a process, in a plain loop (DistributedDataParallel in several processes)
-and by `full` and `streamed`. The arms of a round run one after the other. Each process has one thread, so that 2 of them take
-the 2 cores that one leaves half idle; 4 share them. A ratio is to the same method in one process, of the same round.
+A residual MLP of width 2048 and 8 blocks, 128 rows a process, in a plain loop (DistributedDataParallel in several processes),
+by PyTorch's FSDP2 (ZeRO-3), and by `full` and `streamed`. The arms of a round run one after the other. Each process has one
+thread, so that 2 of them take the 2 cores that one leaves half idle; 4 share them. A ratio is to the same method in one
+process, of the same round.
 Results: benchmarks/results/scaling-*.json
 """
 
@@ -25,6 +26,7 @@ from benchmarks.streamed_arm import WARM_UP, run_arm
 
 ARMS: dict[str, tuple[object, ...]] = {
     "plain": ("plain",),
+    "FSDP2": ("plain", "--sharded"),
     "full": ("streamed", "--method", "full", "--limit", "2GB"),
     "streamed": ("streamed", "--method", "streamed", "--limit", "500MB"),
 }
@@ -44,7 +46,7 @@ def measured(
             one = run_arm(*map(str, (*ARMS[name], *network)), folder=folder, ranks=count, threads=1)
             found.setdefault(f"{name}, {count}", []).append(one)
             said = f"{one['median']:7.3f} s, {one['peak'] / 1e6:.0f} MB"
-            print(f"  round {number + 1}: {name:8} {count} process(es) {said}", flush=True)
+            print(f"  round {number + 1}: {name:9} {count} process(es) {said}", flush=True)
     return {key: _summary(runs, found[f"{key.partition(',')[0]}, {ranks[0]}"], int(key[-1])) for key, runs in found.items()}
 
 
@@ -82,7 +84,7 @@ def main() -> None:
     if options.quick:
         network: tuple[object, ...] = "--width", 64, "--depth", 2, "--batch", 16, "--updates", WARM_UP + 2
         with tempfile.TemporaryDirectory() as place:
-            show(measured(("plain", "streamed"), 1, (2,), network, Path(place)))
+            show(measured(("plain", "FSDP2", "streamed"), 1, (2,), network, Path(place)))
         return
     network = *NETWORK, "--batch", options.rows
     result = _named(options.rows, measured(ARMS, options.rounds, ROWS[options.rows], network, FOLDER))

@@ -69,7 +69,14 @@ def plain(arguments: argparse.Namespace) -> dict[str, Any]:
     model: torch.nn.Module = torch.nn.Sequential(*build_all(blocks_of(arguments), SEED))
     if RANKS > 1:
         torch.distributed.init_process_group("gloo")
-        model = torch.nn.parallel.DistributedDataParallel(model)
+        if arguments.sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
+            for block in [*model, model]:
+                fully_shard(block, mesh=mesh)
+        else:
+            model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
     batch, segments = arguments.batch, arguments.segments
     took, losses, used = [], [], Used()
@@ -269,6 +276,7 @@ def main() -> None:
     parser.add_argument("--segments", type=int)
     parser.add_argument("--method", default="streamed")
     parser.add_argument("--any-micro-batch", action="store_true")
+    parser.add_argument("--sharded", action="store_true", help="`plain` in several processes by FSDP2 instead of DDP")
     parser.add_argument("--states", choices=STATES, default="fp32", help="weights and moments of `streamed`")
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--verbose", action="store_true")
