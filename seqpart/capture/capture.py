@@ -58,7 +58,7 @@ def chain_of(
             "anomaly detection is on (torch.autograd.set_detect_anomaly): it looks at the values of every gradient, and a "
             "model is measured on tensors without values. Turn it off: a run ends with a message if a loss is not finite."
         )
-    whole = _has_a_forward(model) or (isinstance(model, nn.Module) and (in_chunks or tile_of(model) > 0))
+    whole = _has_a_forward(model) or (isinstance(model, nn.Module) and (in_chunks or tile_of(model) > 0 or _repeats(model)))
     if in_chunks and not whole:
         raise ModelError("--loss-chunks goes with an nn.Module; found a list of blocks. Give nn.Sequential(*blocks).")
     if form and not whole:
@@ -77,6 +77,12 @@ def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
     if any(getattr(kind, name) is not getattr(plain, name) for name in ("forward", "__call__", "train")):
         return True
     return bool(model._parameters or model._buffers) or is_listened_to(model)
+
+
+def _repeats(model: nn.Module) -> bool:
+    """True for an nn.Sequential that has a layer with buffers twice."""
+    layers = list(model._modules.values()) if isinstance(model, nn.Sequential) else []
+    return any(part is not None and layers.count(part) > 1 and any(True for _ in part.buffers()) for part in layers)
 
 
 def chain_and_loss(

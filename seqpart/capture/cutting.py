@@ -88,6 +88,12 @@ def _left_out(calls: Sequence[object], others: Sequence[object]) -> set[int] | N
     return None if left else found
 
 
+def _between(path: str, calls: Sequence[object]) -> range:
+    """Returns the places of `calls` from the first of a module to before its last."""
+    places = [place for place, call in enumerate(calls) if call == path]
+    return range(places[0], places[-1]) if places else range(0)
+
+
 def _refuse_unseen(op: Op, place: int, maker: Mapping[int, int]) -> None:
     """Raises Inside if a call changes in place one of two tensors that share memory and come from earlier pieces, where
     they may be separate."""
@@ -118,8 +124,9 @@ class Cutter:
         """
         programs = [self._with_shared_buffers(program) for program in (training, evaluating)]
         calls = [[op.function for op in program.ops if op.is_module] for program in programs]
-        only_training = _left_out(*calls)
-        train, evaluate = _Cut.of(programs[0], only_training or ()), _Cut.of(programs[1])
+        only_training, together = _left_out(*calls), self._called_together(training.ops)
+        inside = [{place for path in together for place in _between(path, called)} for called in calls]
+        train, evaluate = _Cut.of(programs[0], inside[0].union(only_training or ())), _Cut.of(programs[1], inside[1])
         if only_training is None or [len(given) for given in train.gives] != [len(given) for given in evaluate.gives]:
             why = "it calls other modules when it trains than when it evaluates, or passes other tensors between them"
             raise Inside(why)
@@ -171,17 +178,26 @@ class Cutter:
 
     def _called(self, path: str, ops: Sequence[Op]) -> nn.Module:
         """Returns the module at `path`; a copy with the same parameters if another segment calls it too and its buffers are
-        constants, as positions and rotary embeddings are. Other modules can share a home, or are refused."""
+        constants, as positions and rotary embeddings are."""
         module: nn.Module = self._modules[path]
         again = path in self._calls
         self._calls.add(path)
-        constant = not any(op.changes_own for op in ops if op.function == path) and not any(
-            isinstance(part, _BatchNorm) for part in module.modules()
-        )
-        kept = any(part._buffers.keys() - part._non_persistent_buffers_set for part in module.modules())
-        if not again or not constant or kept or not any(True for _ in module.buffers()):
+        if not again or not any(True for _ in module.buffers()):
             return module
         return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+
+    def _called_together(self, ops: Sequence[Op]) -> set[str]:
+        """Returns the paths of modules whose buffers change or are saved, so that one block must make all calls of them."""
+        found = set()
+        for path in {op.function for op in ops if isinstance(op.function, str)}:
+            parts = list(self._modules[path].modules())
+            changes = any(isinstance(part, _BatchNorm) for part in parts) or any(
+                op.changes_own for op in ops if op.function == path
+            )
+            kept = any(part._buffers.keys() - part._non_persistent_buffers_set for part in parts)
+            if (changes and any(part._buffers for part in parts)) or kept:
+                found.add(path)
+        return found
 
     def _with_shared_buffers(self, program: Program) -> Program:
         """Returns the program with each buffer in one home: if several pieces use it, the first passes its value on."""

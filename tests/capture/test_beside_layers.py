@@ -230,6 +230,23 @@ class CachedLayer(nn.Linear):
         return super().forward(x) + self.positions(x.shape[1])
 
 
+class SiameseNorm(nn.Module):
+    """Refused: the statistics of its BatchNorm belonged to two blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
+        self.last = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, x):
+        return self.last(torch.cat([self.encoder(x), self.encoder(-x)], 1))
+
+
+def norm_twice():
+    norm = nn.BatchNorm1d(16)
+    return nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Linear(16, 16), norm, nn.Linear(16, 3))
+
+
 MODELS = {
     "a sequential with a forward of its own": lambda: Doubled(*layers()),
     "and with a parameter": lambda: Scaled(*layers()),
@@ -241,6 +258,8 @@ MODELS = {
     "complex values from layer to layer": Fourier,
     "constants of a part that is called twice": Rotates,
     "weights and constants of a layer that is called twice": Siamese,
+    "statistics of a layer that is called twice": SiameseNorm,
+    "a sequential that has a layer with statistics twice": norm_twice,
     "a layer that writes into a dict": PassesADict,
     "layers whose output nobody takes": Untaken,
     "a cache of the class beside layers": Cached,
