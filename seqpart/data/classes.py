@@ -11,7 +11,9 @@ SPARSE_CLASSES = 1000
 """Up to this many classes, gaps in their numbers cost little."""
 
 
-def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, learns: bool = True) -> int:
+def count_classes(
+    train: Split, test: Split, ignored: int | None = IGNORED, *, learns: bool = True, contrasts: bool = False
+) -> int:  # fmt: skip
     """Returns the number of classes of integer labels, from 0 up; 0 for labels to regress, and for several labels in a row.
 
     Raises DataError for a negative label, a single class, numbers far beyond the classes that occur, a test label that
@@ -21,6 +23,7 @@ def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, l
     ignored: the label that the loss leaves out, which is no class; None: the loss is the user's own, and defines what labels
         below 0 mean.
     learns: true if the rows are trained on; otherwise a single class is accepted, with any number.
+    contrasts: true if a single class may be meant: a user's loss of logits whose first one is right (MoCo).
     """
     test = test if test.count else train  # every label has been seen then
     if train.label_form != test.label_form:
@@ -54,7 +57,7 @@ def count_classes(train: Split, test: Split, ignored: int | None = IGNORED, *, l
             raise DataError(f"{split.name} labels: found class {found}; expected classes that count from 0.")
     if not learns or len(train.labels) < train.count:  # only the first rows of an uncounted stream are known
         return 1 + max(most, most_tested)
-    if least == most:
+    if least == most and not contrasts:
         raise DataError(f"{train.name} labels: every row has class {least}. Training needs at least two classes.")
     if train.labels.ndim > 1:
         return 1 + max(most, most_tested)

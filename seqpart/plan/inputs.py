@@ -133,7 +133,8 @@ class Inputs:
             self._refuse_ranks()
         ignored = ignored_label(final_loss)
         of_its_own = ignored is None and not self.alone  # the user's loss decides what labels mean
-        self.classes = count_classes(train, test, ignored, learns=trains and whole and not of_its_own)
+        learns, contrasts = trains and whole and not of_its_own, final_loss is not None and self.exact
+        self.classes = count_classes(train, test, ignored, learns=learns, contrasts=contrasts)
         self.methods[0].refuse_model(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)
         mixes = bool(settings.mixup or settings.cutmix)

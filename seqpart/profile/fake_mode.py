@@ -3,13 +3,15 @@ their place, for a module whose shapes depend on values, as those of an expert d
 
 import logging
 import random
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -18,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -122,7 +125,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A FakeTensorMode that accepts real tensors too. Signals wait for its end: see `put_off`."""
 
     def __init__(self) -> None:
-        self._quiet = list[AbstractContextManager[None]]()
+        self._around = list[ExitStack]()
         with without_compiler():
             super().__init__(allow_non_fake_inputs=True)
 
@@ -133,8 +136,9 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def __enter__(self) -> "FakeMode":
-        self._quiet.append(put_off())
-        self._quiet[-1].__enter__()
+        self._around.append(ExitStack())
+        self._around[-1].enter_context(put_off())
+        self._around[-1].enter_context(_unchecked())
         enter()
         super().__enter__()
         return self
@@ -144,7 +148,26 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             super().__exit__(*error)
         finally:
             leave()
-            self._quiet.pop().__exit__(*error)
+            self._around.pop().close()
+
+
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """A context without the checks that torch.distributions and gaussian_nll_loss make of values."""
+    checks, outermost = Distribution._validate_args, "__bool__" not in vars(FakeTensor)
+    Distribution.set_default_validate_args(False)
+    FakeTensor.__bool__ = _is_true  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checks)
+        if outermost:
+            del FakeTensor.__bool__
+
+
+def _is_true(fake: Any) -> bool:
+    """What an `if` of a fake tensor asks: false where gaussian_nll_loss looks for variances below 0."""
+    return sys._getframe(1).f_code is not F.gaussian_nll_loss.__code__ and torch.Tensor.__bool__(fake)
 
 
 def asks_for_values(error: BaseException) -> bool:

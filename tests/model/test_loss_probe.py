@@ -2,10 +2,13 @@
 one_hot with num_classes; one that counted classes by the largest label of a part failed with torch's own traceback, and one
 that asked by numpy() got whatever lay there."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import Categorical, Normal, kl_divergence
 
 from seqpart import Trainer
 from seqpart.errors import DataError, OptionError
@@ -146,6 +149,65 @@ def test_a_loss_of_ones_own_makes_of_its_labels_what_it_likes(tmp_path):
         assert trained.test_loss > 0
     with pytest.raises(DataError, match="Training needs at least two classes"):
         Trainer(nn.Linear(4, 8), mem_limit="2GB", method="full", quiet=True).plan((ROWS[0], torch.zeros(24).long()))
+
+
+class MeanAndVariance(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.mean, self.variance = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        return self.mean(h), F.softplus(self.variance(h))
+
+
+class Draws(nn.Module):
+    """Returns its draw beside its divergence from the standard normal distribution."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.mean, self.spread, self.last = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2), nn.Linear(2, 4)
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        found = Normal(self.mean(h), F.softplus(self.spread(h)))
+        return self.last(found.mean), kl_divergence(found, Normal(0.0, 1.0)).sum(1)
+
+
+of_torch = nn.GaussianNLLLoss()
+PROBABLE = {
+    "a normal distribution": (MeanAndVariance, lambda output, y: -Normal(*output).log_prob(y).mean()),
+    "a function of torch": (MeanAndVariance, lambda output, y: F.gaussian_nll_loss(output[0], y, output[1])),
+    "a loss of torch": (MeanAndVariance, lambda output, y: of_torch(output[0], y, output[1])),
+    "classes": (lambda: nn.Linear(4, 8), lambda output, y: -Categorical(logits=output).log_prob(y[:, 0].abs().long()).mean()),
+    "in the model": (Draws, lambda output, y: F.mse_loss(output[0][:, :2], y) + output[1].mean()),
+    "one class that is meant": (lambda: nn.Linear(4, 8), nn.CrossEntropyLoss()),
+}
+
+
+@pytest.mark.parametrize("kind", PROBABLE)
+@pytest.mark.few(3)
+def test_a_loss_whose_arguments_torch_checks_trains_as_in_a_plain_loop(kind, tmp_path):
+    """torch.distributions and gaussian_nll_loss look whether a variance is below 0, and were refused for that; so was MoCo."""
+    build, loss = PROBABLE[kind]
+    torch.manual_seed(0)
+    model, x, y = build(), ROWS[0], torch.randn(24, 2)
+    if kind == "one class that is meant":
+        y = torch.zeros(24, dtype=torch.int64)
+    expected = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for first in range(0, 24, 8):
+        loss(expected(x[first : first + 8]), y[first : first + 8]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    Trainer(
+        model, loss, mem_limit="2GB", method="streamed", batch_size=8, micro_batch_size=8, epochs=1, lr=0.1, optimizer="sgd",
+        shuffle=False, quiet=True, output_dir=tmp_path / "run",
+    ).fit((x, y))  # fmt: skip
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        Normal(0.0, -torch.ones(1))  # torch checks as before
 
 
 def test_models_that_make_a_loss_of_boxes_are_told_that_they_cannot_be_trained():
