@@ -156,7 +156,7 @@ def _unchecked() -> Iterator[None]:
     """A context without the checks that torch.distributions and gaussian_nll_loss make of values."""
     checks, outermost = Distribution._validate_args, "__bool__" not in vars(FakeTensor)
     Distribution.set_default_validate_args(False)
-    FakeTensor.__bool__ = _is_true  # type: ignore[method-assign]
+    FakeTensor.__bool__ = _is_true  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
