@@ -19,7 +19,7 @@ from seqpart.data.labels import as_labels
 from seqpart.data.splits import ROWS_AT_ONCE, Split
 from seqpart.errors import DataError, OptionError
 from seqpart.text import nearest, refuse_unusable
-from seqpart.zoo import folders, images, text, tokenized
+from seqpart.zoo import images, text, tokenized
 from seqpart.zoo.libraries import called
 
 NAMES = ("digits", "mnist", "fashion-mnist", "emnist")
@@ -61,7 +61,7 @@ def load(
     if prefix == "npz" and rest:
         return _npz(Path(rest))
     if prefix == "folder" and rest:
-        return folders.load(Path(rest), image_size)
+        return images.load_kept(Path(rest), image_size)
     if prefix == "imagefolder" and rest:
         return images.load(Path(rest), image_size, augment)
     if prefix == "text" and rest:

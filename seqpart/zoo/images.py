@@ -1,4 +1,4 @@
-"""`imagefolder:DIR`: image files in one directory per class, read again in every epoch, with augmentation.
+"""`folder:DIR`: image files in one directory per class, read once; `imagefolder:DIR`: read in every epoch, with augmentation.
 
     imagenet   a random part of 8 to 100 % of the image, of a form from 3:4 to 4:3, resized to a square, and a flip; tests: the
                middle of the image, 224 of 256 parts of its shorter side (He et al. 2016, section 3.4)
@@ -34,39 +34,55 @@ _SHOWN = 224 / 256
 """Share of the shorter side that is shown in tests."""
 
 Change = Callable[[Any], Any]
+Scale = tuple[tuple[float, ...], tuple[float, ...]] | None
 
 
 def load(folder: Path, image_size: int | None, augment: Augmentation | None) -> tuple["Images", "Images"]:
-    """Returns (training, test) images (3, size, size). Raises DataError as `folders.load` does."""
-    if not folder.is_dir():
-        raise DataError(f"--data imagefolder:{folder}: no such directory.")
+    """Returns (training, test) images (3, size, size) of `imagefolder:`.
+
+    Raises DataError where there is no such directory, where classes of the test split are unknown, and for directories that
+    look like splits and are not.
+    """
     kind = augment or "imagenet"
     if kind not in _SIZES:
         raise OptionError(f"--augment: expected {', '.join(_SIZES)}; found {kind!r}.")
     size = image_size or _SIZES[kind]
-    train, test = _changes(kind, size)
-    splits = splits_of(folder, "imagefolder")
-    if splits is None:
-        found = _listed(folder, _classes(folder))
-        at = np.arange(len(found[1])) % 5 == 4
-        return _images(folder, found, ~at, train, kind), _images(folder, found, at, test, kind)
-    classes = _classes(splits[0])
-    unknown = sorted(set(_classes(splits[1])) - set(classes))
-    if unknown:
-        raise DataError(f"--data imagefolder:{folder}: {splits[1].name} has class {', '.join(unknown)}, which train has not.")
-    first, second = (_listed(path, classes) for path in splits)
-    everything = slice(None)
-    return _images(splits[0], first, everything, train, kind), _images(splits[1], second, everything, test, kind)
+    return _loaded(folder, "imagefolder", _changes(kind, size), _SCALES.get(kind))
 
 
-def _classes(folder: Path) -> list[str]:
+def load_kept(folder: Path, image_size: int | None) -> tuple["Images", "Images"]:
+    """Returns (training, test) images (3, height, width) of `folder:`, which are read once. Raises what `load` does."""
+    return _loaded(folder, "folder", (_resized(image_size), _resized(image_size)), None)
+
+
+def _loaded(folder: Path, kind: str, changes: tuple[Change, Change], scale: Scale) -> tuple["Images", "Images"]:
+    if not folder.is_dir():
+        raise DataError(f"--data {kind}:{folder}: no such directory.")
+    splits = splits_of(folder, kind)
+    train, test = splits or (folder, folder)
+    classes = _classes(train, kind)
+    if unknown := sorted(set(_classes(test, kind)) - set(classes)):
+        raise DataError(f"--data {kind}:{folder}: {test.name} has class {', '.join(unknown)}, which {train.name} has not.")
+    first, second = (_listed(path, classes, kind) for path in (train, test))
+    if empty := [name for number, name in enumerate(classes) if number not in first[1]]:
+        raise DataError(f"--data {kind}:{train}: found no images in {', '.join(empty)}, a class. Remove it, or give it some.")
+    at = np.arange(len(first[1])) % 5 == 4
+    parts = (slice(None), slice(None)) if splits else (~at, at)
+    found = zip((train, test), (first, second), parts, changes, strict=True)
+    one, other = (Images(path, names[which], labels[which], change, scale) for path, (names, labels), which, change in found)
+    one.read_anew = other.read_anew = kind == "imagefolder"
+    return one, other
+
+
+def _classes(folder: Path, kind: str) -> list[str]:
+    """Returns the names of directories."""
     found = [path.name for path in directories(folder)]
     if not found:
-        raise unlike_splits(folder, f"{folder.name} holds no directories of classes", "imagefolder")
+        raise unlike_splits(folder, f"{folder.name} holds no directories of classes", kind)
     return found
 
 
-def _listed(folder: Path, classes: Sequence[str]) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+def _listed(folder: Path, classes: Sequence[str], kind: str) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
     """Returns (names below `folder` as bytes, since a million path objects would take 130 MB; class numbers)."""
     names, labels = list[bytes](), list[int]()
     for label, name in enumerate(classes):
@@ -77,23 +93,19 @@ def _listed(folder: Path, classes: Sequence[str]) -> tuple["np.ndarray[Any, Any]
         names += found
         labels += [label] * len(found)
     if not names:
-        raise DataError(f"--data imagefolder:{folder}: found no images ({', '.join(IMAGES)}) in directories of classes.")
+        raise DataError(f"--data {kind}:{folder}: found no images ({', '.join(IMAGES)}) in directories of classes.")
     return np.array(names), np.array(labels)
-
-
-def _images(folder: Path, found: tuple[Any, Any], which: Any, change: Change, kind: str) -> "Images":
-    return Images(folder, found[0][which], found[1][which], change, _SCALES.get(kind))
 
 
 class Images:
     """Map-style: (image (3, height, width) of float32, class)."""
 
+    resized_by = ", as --image-size 64 does"
+    """The cure where images have several sizes."""
     read_anew = True
-    """Read again even without augmentation: as floats an image takes many times its file."""
+    """True if they are read again even without augmentation: as floats an image takes many times its file."""
 
-    def __init__(
-        self, folder: Path, names: Any, labels: Any, change: Change, scale: tuple[tuple[float, ...], tuple[float, ...]] | None
-    ) -> None:
+    def __init__(self, folder: Path, names: Any, labels: Any, change: Change, scale: Scale) -> None:
         self._folder, self._names, self.targets, self._change = folder, names, labels, change
         self._scale = None if scale is None else tuple(np.array(part, np.float32).reshape(3, 1, 1) for part in scale)
 
@@ -106,14 +118,23 @@ class Images:
         return len(self._names)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        from PIL import Image
-
-        with Image.open(self._folder / self._names[index].decode()) as file:
-            image = self._change(file.convert("RGB"))
+        image = self._change(_rgb_of(self._folder / self._names[index].decode()))
         pixels = np.asarray(image, np.float32).transpose(2, 0, 1) / np.float32(255)
         if self._scale is not None:
             pixels = (pixels - self._scale[0]) / self._scale[1]
         return torch.from_numpy(np.ascontiguousarray(pixels)), int(self.targets[index])
+
+
+def _rgb_of(path: Path) -> Any:
+    """Returns an image of red, green and blue with 8 bits each. Raises ValueError for 32 bits, whose range no file says."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        if image.mode in ("I", "F"):
+            raise ValueError(f"its numbers have 32 bits (mode {image.mode}), of unknown range: save it with 8 or 16")
+        if image.mode.startswith("I;16"):  # convert() would make all above 255 white
+            return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+        return image.convert("RGB")
 
 
 def _changes(kind: str, size: int | None) -> tuple[Change, Change]:

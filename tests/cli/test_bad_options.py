@@ -163,7 +163,7 @@ OPTIONS = {
     "--data text:nowhere.txt": "--data text:nowhere.txt: no such file",
     "--data text:rows.npz": "rows.npz is not; text; Give a UTF-8 text file",
     "--data folder:nowhere": "--data folder:nowhere: no such directory",
-    "--data folder:folder": "--data folder:folder: expected one directory of images per class; cat",
+    "--data folder:folder": "--data folder:folder: found no images",
     "--data folder:folder --image-size 0": "--image-size: expected pixels from 1 up; found 0",
     "--data mnist": "--data mnist needs --data-dir",
     "--data mnist --data-dir empty": "--data mnist; MNIST/raw; no such directory. Give --download to fetch it",

@@ -1,6 +1,8 @@
 """`--data folder:DIR`: which directories are splits, which are classes, and which only look like one of them."""
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from seqpart.data.splits import as_split
@@ -81,6 +83,32 @@ def test_what_looks_like_splits_and_is_not_is_refused(name, tmp_path):
         images(tmp_path / folder)
     with pytest.raises(DataError, match=words):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "imagefolder"])
+def test_hidden_directories_are_no_classes_and_empty_ones_are_refused(kind, tmp_path):
+    for name in CLASSES:
+        images(tmp_path / name)
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    assert sorted(set(datasets.load(f"{kind}:{tmp_path}")[0].targets)) == [0, 1]
+    (tmp_path / "cow").mkdir()
+    with pytest.raises(DataError, match="found no images in cow, a class"):
+        datasets.load(f"{kind}:{tmp_path}")
+
+
+@pytest.mark.parametrize("kind", ["png", "tif"])
+def test_numbers_of_16_bits_keep_their_order_and_those_of_32_are_refused(kind, tmp_path):
+    """Pillow makes RGB of them by cutting them off at 255: X-rays and depths were white images, in silence."""
+    grey = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024
+    for name in CLASSES:
+        (tmp_path / name).mkdir()
+        Image.fromarray(grey).save(tmp_path / name / f"0.{kind}")
+    image, _ = datasets.load(f"folder:{tmp_path}")[0][0]
+    assert torch.equal(image, torch.arange(64).view(1, 8, 8).expand(3, 8, 8) * 4 / 255)
+    if kind == "tif":
+        Image.fromarray(grey.astype(np.float32)).save(tmp_path / "cat" / "0.tif")
+        with pytest.raises(DataError, match=r"item 0 \(.*0\.tif\) cannot be read: .* 32 bits \(mode F\), of unknown range"):
+            as_split(datasets.load(f"folder:{tmp_path}")[0], "training")
 
 
 def test_the_command_says_so_with_exit_code_2(tmp_path, capsys):
