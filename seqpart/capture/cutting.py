@@ -318,8 +318,8 @@ def _is_adapted(module: nn.Module) -> bool:
 
 def _is_open(module: nn.Module, is_layer: bool, total: int) -> bool:
     """True if a module is opened. is_layer: true if it is in a list of layers."""
-    if type(module) in _CONTAINERS or isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return bool(len(module))  # type: ignore[arg-type]
+    if type(module) in (*_CONTAINERS, nn.Module) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return any(True for _ in module.children())  # an nn.Module itself, as torch.fx makes them, has no forward
     if any(isinstance(part, Tiled) for part in module.modules()):
         return True
     if is_layer and _size(module) * _LARGE <= total:

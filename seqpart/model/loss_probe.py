@@ -36,6 +36,8 @@ _CURES = {
 }
 _OF_ONE_HOT = ("for target with class probabilities", "to match target batch_size")
 _ONE_HOT_LABELS = " If labels are one-hot rows of whole numbers, give their classes (y.argmax(1)) or floats (y.float())."
+_OF_WHOLE_NUMBERS = ("desired output type Long", "dtype Long but expected Float", "could not infer output dtype")
+_WHOLE_LABELS = " Labels are whole numbers here, as classes are: give such a loss floats (y.float())."
 _CALLS = {
     torch.Tensor.__bool__: _BRANCH,
     **dict.fromkeys(
@@ -102,6 +104,12 @@ def generators_left_alone() -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
+def cure_of(problem: object) -> str:
+    """The cure for labels that a loss fails on with such words, after a space; "" for other words."""
+    known = ((_OF_ONE_HOT, _ONE_HOT_LABELS), (_OF_WHOLE_NUMBERS, _WHOLE_LABELS))
+    return next((cure for words, cure in known if any(said in str(problem) for said in words)), "")
+
+
 @contextmanager
 def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) -> Iterator[None]:
     """A context for a call of the loss of that name on outputs of `shape` (one row's).
@@ -123,8 +131,7 @@ def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) ->
                 raise _refusal(loss, watch.asked or _NUMBER) from error
             if not values and isinstance(error, DynamicOutputShapeException):
                 raise _refusal(loss, _SHAPE) from error
-            cure = _ONE_HOT_LABELS if any(said in str(error) for said in _OF_ONE_HOT) else ""
-            raise DataError(f"the loss does not take outputs of shape {shape}{against}: {error}{cure}") from error
+            raise DataError(f"the loss does not take outputs of shape {shape}{against}: {error}{cure_of(error)}") from error
     if watch.cannot:
         raise _refusal(loss, watch.cannot)
 

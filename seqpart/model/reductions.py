@@ -27,7 +27,7 @@ from torch import nn
 
 from seqpart.errors import DataError, OptionError
 from seqpart.model.loss_chunks import LossInChunks
-from seqpart.model.loss_probe import generators_left_alone, judging, refuse_borrowed, seed_all
+from seqpart.model.loss_probe import cure_of, generators_left_alone, judging, refuse_borrowed, seed_all
 from seqpart.model.losses import (
     IGNORED,
     OF_MODULES,
@@ -452,7 +452,7 @@ class _Trial:
             except Exception as error:
                 problem = problem or str(error)
         if problem:
-            raise DataError(f"the loss does not take outputs of shape {self._shape}: {problem.rstrip('.')}.")
+            raise DataError(f"the loss does not take outputs of shape {self._shape}: {problem.rstrip('.')}.{cure_of(problem)}")
         raise _CannotBeTried(f"loss {name_of(self._loss)}: it is not finite for random outputs, so it cannot be tried. {_CURE}")
 
     def _batches(self) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ from functools import cache, lru_cache, partial
 
 import pytest
 import torch
+import torch.fx
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
@@ -260,6 +261,7 @@ MODELS = {
     "weights and constants of a layer that is called twice": Siamese,
     "statistics of a layer that is called twice": SiameseNorm,
     "a sequential that has a layer with statistics twice": norm_twice,
+    "layers in a module of torch.fx": lambda: torch.fx.symbolic_trace(Doubled(nn.Sequential(*layers()), nn.ReLU())),
     "a layer that writes into a dict": PassesADict,
     "layers whose output nobody takes": Untaken,
     "a cache of the class beside layers": Cached,

@@ -151,6 +151,15 @@ def test_a_loss_of_ones_own_makes_of_its_labels_what_it_likes(tmp_path):
         Trainer(nn.Linear(4, 8), mem_limit="2GB", method="full", quiet=True).plan((ROWS[0], torch.zeros(24).long()))
 
 
+@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), nn.BCELoss()], ids=repr)
+def test_a_loss_of_numbers_is_told_that_labels_are_whole_numbers(loss):
+    """It was told `Found dtype Long but expected Float`, of labels given as bool."""
+    trainer = Trainer(nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), loss, mem_limit="2GB", method="full", quiet=True)
+    with pytest.raises(DataError, match=r"Labels are whole numbers here, as classes are: give such a loss floats \(y\.float"):
+        trainer.plan((ROWS[0], (ROWS[1] > 2)[:, None]))
+    assert trainer.plan((ROWS[0], (ROWS[1] > 2)[:, None].float()))
+
+
 class MeanAndVariance(nn.Module):
     def __init__(self):
         super().__init__()
