@@ -299,7 +299,7 @@ def remembered(modules: Iterable[nn.Module]) -> Remembered:
     found: dict[tuple[nn.Module, str], object] = {}
     for module in modules:
         for name, value in vars(module).items():
-            if name not in OF_TORCH:
+            if name not in OF_TORCH and not (name == "_flat_weights" and isinstance(module, nn.RNNBase)):  # its parameters
                 found[module, name] = _looks(value)
         found |= {(module, name): True for name, buffer in module._buffers.items() if buffer is not None}
     return found
