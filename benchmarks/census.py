@@ -51,6 +51,7 @@ KNOWN, MOST = "census-models.jsonl", 60
 FURTHER = "transformers, further heads"
 LIBRARIES = (
     "timm", "transformers", "torchvision", FURTHER, "diffusers", "segmentation_models_pytorch", "monai", "open_clip",
+    "torchaudio",
 )  # fmt: skip
 IMPORTED = ("torch._dynamo", "torchao.optim", "torchvision.datasets", "transformers.modeling_utils", "scipy.optimize")
 """What each process would import for itself, for seconds, where it is installed."""
@@ -120,10 +121,10 @@ Two updates of SGD in three partitions against a plain loop on another copy, dro
 buffers the same, bit for bit? {versions}.
 Of timm and torchvision the smallest model of each module, of transformers each kind of configuration with its first head and
 then with others, of diffusers and MONAI each class, of open_clip what differs in more than numbers, of
-segmentation_models_pytorch each architecture with a few encoders; all made small by rules for the names of numbers. Where no
-image was found that fits, a model of texts and images has texts alone. One that returns several tensors has a loss of all.
-*refused*: seqpart says why, below. *no plain*: a plain loop does not train it either. *skipped*: the rule made no model of
-it that runs, or none that is small."""
+segmentation_models_pytorch each architecture with a few encoders, of torchaudio those that take no labels; all made small, by
+rules for the names of numbers. Where no image was found that fits, a model of texts and images has texts alone. One that
+returns several tensors has a loss of all. *refused*: seqpart says why, below. *no plain*: a plain loop does not train it
+either. *skipped*: the rule made no model of it that runs, or none that is small."""
 Choice = tuple[Callable[[], nn.Module], Rows]
 """A way to make a model, and rows that it may take."""
 
@@ -362,6 +363,59 @@ def _clip_config(name: str) -> dict[str, Any]:
     return config | {"embed_dim": 64}
 
 
+def of_torchaudio(name: str) -> tuple[list[Choice], str]:
+    options, x = _audio()[name]
+    return [(partial(getattr(importlib.import_module("torchaudio.models"), name), **options), x)], name
+
+
+def _audio() -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    """What a model of torchaudio is made with, and its rows: these numbers have no values of their own."""
+    lengths, frames = torch.tensor([16, 12, 16, 9]), torch.randn(ROWS, 16, 32)
+    layers = {"num_heads": 4, "ffn_dim": 64, "num_layers": 2}
+    wav2vec2 = {
+        "extractor_mode": "group_norm", "extractor_conv_layer_config": [(32, 10, 5), (32, 3, 2), (32, 2, 2)],
+        "extractor_conv_bias": False, "encoder_embed_dim": 32, "encoder_projection_dropout": 0.0, "encoder_pos_conv_kernel": 16,
+        "encoder_pos_conv_groups": 4, "encoder_num_layers": 3, "encoder_num_heads": 4, "encoder_attention_dropout": 0.0,
+        "encoder_ff_interm_features": 64, "encoder_ff_interm_dropout": 0.0, "encoder_dropout": 0.0,
+        "encoder_layer_norm_first": False, "encoder_layer_drop": 0.0, "aux_num_out": 29,
+    }  # fmt: skip
+    transducer = {
+        "input_dim": 32, "encoding_dim": 32, "num_symbols": 29, "segment_length": 4, "right_context_length": 0,
+        "time_reduction_input_dim": 32, "time_reduction_stride": 1, "transformer_num_heads": 4, "transformer_ffn_dim": 64,
+        "transformer_num_layers": 2, "transformer_dropout": 0.0, "transformer_activation": "gelu",
+        "transformer_left_context_length": 4, "transformer_max_memory_size": 0,
+        "transformer_weight_init_scale_strategy": "depthwise", "transformer_tanh_on_mem": True, "symbol_embedding_dim": 32,
+        "num_lstm_layers": 2, "lstm_layer_norm": True, "lstm_layer_norm_epsilon": 1e-3, "lstm_dropout": 0.0,
+    }  # fmt: skip
+    wave, targets = torch.randn(ROWS, 1, 4000), torch.randint(29, (ROWS, 7))
+    squim = {"feat_dim": 32, "win_len": 16, "d_model": 32, "nhead": 4, "hidden_dim": 32, "num_blocks": 2, "chunk_size": 16}
+    words = {"tokens": torch.randint(50, (ROWS, 12)), "token_lengths": torch.full((ROWS,), 12)}
+    mel = {"mel_specgram": torch.randn(ROWS, 80, 16), "mel_specgram_lengths": torch.full((ROWS,), 16)}
+    return {
+        "Conformer": ({**layers, "input_dim": 32, "depthwise_conv_kernel_size": 7}, {"input": frames, "lengths": lengths}),
+        "Emformer": ({**layers, "input_dim": 32, "segment_length": 4}, {"input": frames, "lengths": lengths}),
+        "ConvTasNet": ({"enc_num_feats": 32, "msk_num_feats": 16, "msk_num_hidden_feats": 32}, {"input": wave}),
+        "DeepSpeech": ({"n_feature": 32, "n_hidden": 64}, {"x": frames[:, None]}),
+        "HDemucs": (
+            {"sources": ["a", "b"], "audio_channels": 1, "channels": 8, "nfft": 1024, "depth": 5},
+            {"input": torch.randn(ROWS, 1, 8192)},
+        ),
+        "Tacotron2": ({"n_symbol": 50, "decoder_dropout": 0.0, "attention_dropout": 0.0}, words | mel),
+        "Wav2Letter": ({"input_type": "mfcc", "num_features": 13}, {"x": torch.randn(ROWS, 13, 64)}),
+        "WaveRNN": (
+            {"upsample_scales": [2, 2, 4], "n_classes": 29, "hop_length": 16, "n_rnn": 32, "n_fc": 32},
+            {"waveform": torch.randn(ROWS, 1, 96), "specgram": torch.randn(ROWS, 1, 128, 10)},
+        ),
+        "emformer_rnnt_model": (
+            transducer,
+            {"sources": frames, "source_lengths": lengths, "targets": targets, "target_lengths": torch.full((ROWS,), 7)},
+        ),
+        "squim_objective_model": ({**squim, "rnn_type": "LSTM"}, {"x": wave[:, 0]}),
+        "wav2vec2_model": (wav2vec2, {"waveforms": wave[:, 0]}),
+        "wavlm_model": ({**wav2vec2, "encoder_num_buckets": 8, "encoder_max_distance": 16}, {"waveforms": wave[:, 0]}),
+    }
+
+
 def _open(options: dict[str, Any]) -> list[str]:
     """Those of a class's options that are None."""
     return [key for key, value in options.items() if value is None]
@@ -412,6 +466,8 @@ def names(library: str) -> list[str]:
         every = {name: json.dumps(_clip_config(name)) for name in reversed(importlib.import_module("open_clip").list_models())}
         different = {re.sub(r"[\d.]+", "", config): name for name, config in every.items() if "hf_model_name" not in config}
         return sorted(different.values())
+    if library == "torchaudio":
+        return list(_audio())
     if library == "segmentation_models_pytorch":
         return _segmentation_names()
     return list(dict.fromkeys(kind for kind, _ in _heads()))
@@ -420,6 +476,7 @@ def names(library: str) -> list[str]:
 MADE_BY: dict[str, Callable[[str], tuple[list[Choice], str]]] = {
     "timm": of_timm, "transformers": of_transformers, "torchvision": of_torchvision, FURTHER: of_transformers,
     "diffusers": of_diffusers, "segmentation_models_pytorch": of_segmentation, "monai": of_monai, "open_clip": of_open_clip,
+    "torchaudio": of_torchaudio,
 }  # fmt: skip
 """For each library what makes a model of it and rows for it."""
 

@@ -150,13 +150,13 @@ def without_its_head():
         from_directory(model, Path(folder))
 
 
-def several_inputs(model, x, y):
-    """A run in three partitions against a plain loop."""
+def several_inputs(model, x, y, partitions=3):
+    """A run in partitions against a plain loop."""
     whole = copy.deepcopy(model)
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
-            model, mem_limit="3GB", method="streamed", partitions=3, batch_size=8, epochs=1, shuffle=False, lr=1e-2, quiet=True,
-            output_dir=Path(folder) / "run",
+            model, mem_limit="3GB", method="streamed", partitions=partitions, batch_size=8, epochs=1, shuffle=False, lr=1e-2,
+            quiet=True, output_dir=Path(folder) / "run",
         ).fit((x, y), (x, y))  # fmt: skip
     whole.config.use_cache = False
     optimizer = torch.optim.Adam(whole.train().parameters(), lr=1e-2, fused=True)
@@ -180,26 +180,31 @@ def bert_with_its_mask():
     several_inputs(model, x, torch.arange(22) % 3)
 
 
+T5 = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_kv": 8, "dropout_rate": 0.0}
+
+
 def encoder_and_decoder():
     torch.manual_seed(0)
-    sizes = {
-        "d_model": 32,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_decoder_layers": 2,
-        "num_heads": 4,
-        "d_kv": 8,
-        "dropout_rate": 0.0,
-    }
-    model = transformers_model("T5ForConditionalGeneration", "T5Config", **sizes)
+    model = transformers_model("T5ForConditionalGeneration", "T5Config", **T5)
     x = {"input_ids": torch.randint(1, 60, (22, 9)), "decoder_input_ids": torch.randint(60, (22, 7))}
     several_inputs(model, x, torch.randint(60, (22, 7)))
+
+
+def marks_in_rows():
+    """Its head takes the state at the end of the sentence, which each row must have."""
+    torch.manual_seed(0)
+    model = transformers_model(
+        "T5ForSequenceClassification", "T5Config", **T5, classifier_dropout=0.0, num_labels=3, decoder_start_token_id=0
+    )
+    words = torch.randint(2, 60, (22, 9))
+    words[:, -2] = model.config.eos_token_id
+    several_inputs(model, {"input_ids": words, "attention_mask": torch.ones_like(words)}, torch.arange(22) % 3, partitions=1)
 
 
 OTHERS = {
     "bert with its mask": bert_with_its_mask, "encoder and decoder": encoder_and_decoder,
     "layers alike": layers_alike, "left as it is": left_as_it_is, "shards of bfloat16": shards_of_bfloat16,
-    "without its head": without_its_head,
+    "without its head": without_its_head, "marks in rows": marks_in_rows,
 }  # fmt: skip
 
 

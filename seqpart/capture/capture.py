@@ -36,6 +36,7 @@ from seqpart.model.tensors import with_tensors
 from seqpart.model.tiling import Score, tile_of
 from seqpart.profile.fake_mode import FakeMode, quiet_log, quiet_random
 
+Row = Callable[[], torch.Tensor] | None
 _ROWS, _OTHER_ROWS = 4, 6
 """Rows of the two recorded batches: comparing the runs shows which numbers follow the rows."""
 _DRAWING = {"apply_spec_augment": "False", "layerdrop": "0.0", "encoder_layerdrop": "0.0", "decoder_layerdrop": "0.0"}
@@ -45,13 +46,13 @@ off."""
 
 def chain_of(
     model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None,
-    outputs: Outputs | None = None, *, in_chunks: bool = False,
+    outputs: Outputs | None = None, *, in_chunks: bool = False, row: Row = None,
 ) -> Chain:  # fmt: skip
     """Returns a list of blocks or an nn.Sequential as a chain (see as_chain); traces any other module, and one with tiles.
 
     shape, dtype: of one row. form: how several inputs are packed in it. autocast: the type of the run's autocast.
     outputs: joins several outputs of a traced model, for a loss that takes them all. in_chunks: True if the chain is to end
-    before the head, see `Chain`.
+    before the head, see `Chain`. row: returns a row of the data, (1, *shape), for modules whose shapes depend on values.
     """
     if torch.is_anomaly_enabled():
         raise ModelError(
@@ -66,7 +67,9 @@ def chain_of(
             f"a list of blocks takes one tensor, and a row has a {'tuple' if form[0].name is None else 'dict'} of "
             f"{described(form)}. Give the tensor itself, (x, y), or an nn.Module that takes them."
         )
-    return trace(model, shape, dtype, form, autocast, outputs, in_chunks=in_chunks) if whole else as_chain(model)  # type: ignore[arg-type]
+    if not whole:
+        return as_chain(model)
+    return trace(model, shape, dtype, form, autocast, outputs, in_chunks=in_chunks, row=row)  # type: ignore[arg-type]
 
 
 def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
@@ -87,7 +90,7 @@ def _repeats(model: nn.Module) -> bool:
 
 def chain_and_loss(
     model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor | None,
-    autocast: torch.dtype | None = None, *, in_chunks: bool = False, loss: LossFunction | None = None,
+    autocast: torch.dtype | None = None, *, in_chunks: bool = False, loss: LossFunction | None = None, row: Row = None,
 ) -> tuple[Chain, OwnLoss]:  # fmt: skip
     """Returns the model as a chain, and the loss that it computes itself when it gets labels (rows, ...) such as these.
 
@@ -104,7 +107,7 @@ def chain_and_loss(
         name = name_of_labels(model, inputs) if loss is None else ""
         given = Labels(name, tuple(labels.shape[1:]), label_dtype(labels), loss)
     outputs = Outputs(None, None, given.shape, given.dtype, nullcontext)
-    chain, program = _traced(_Asked(model, shape, dtype, form, given, autocast, outputs, in_chunks))
+    chain, program = _traced(_Asked(model, shape, dtype, form, given, autocast, outputs, in_chunks, row))
     assert program.loss is not None
     return chain, OwnLoss(program.loss, model, outputs) if loss is None else OwnLoss(
         program.loss, model, outputs, name_of(loss)
@@ -113,7 +116,7 @@ def chain_and_loss(
 
 def trace(
     model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None,
-    outputs: Outputs | None = None, *, in_chunks: bool = False,
+    outputs: Outputs | None = None, *, in_chunks: bool = False, row: Row = None,
 ) -> Chain:  # fmt: skip
     """Returns the model as a chain of blocks that train and evaluate as it does. shape, dtype: of one row of its input.
 
@@ -121,7 +124,7 @@ def trace(
 
     Raises ModelError if it cannot be cut, with the module and the line that prevent it.
     """
-    return _traced(_Asked(model, shape, dtype, form, None, autocast, outputs, in_chunks))[0]
+    return _traced(_Asked(model, shape, dtype, form, None, autocast, outputs, in_chunks, row))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ class _Asked:
     autocast: torch.dtype | None
     outputs: Outputs | None
     in_chunks: bool
+    row: Row
 
 
 def _traced(asked: _Asked) -> tuple[Chain, Program]:
@@ -174,7 +178,7 @@ def _uncut(error: Inside, last: Inside, asked: _Asked) -> ModelError:
     cure = cure or "Move that into a module of its own" + (
         "." if asked.labels is None else ", or give a function (what the model returns, labels) -> loss."
     )
-    beside = "" if last.why == error.why else f". As one block it fails on a row of zeros: {last.why}"
+    beside = "" if last.why == error.why else f". As one block it fails too: {last.why}"
     return ModelError(f"the model cannot be cut into blocks: {error.why}, in {where}{beside}. {cure}")
 
 
@@ -224,12 +228,13 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
             return {"loss": labels.loss(logits, own_labels[0]), "logits": logits}
 
         def ran(*, again: bool = False) -> tuple[Recorder, Any]:
-            recorder = Recorder(blocks, paths, names, autocast, largest=count != _ROWS, again=again)
+            recorder = Recorder(blocks, paths, names, autocast, largest=count != _ROWS, again=again, row=asked.row)
             assert recorder.number(rows) == ROWS
             assert [recorder.number(tensor) for tensor in own_labels] in ([], [LABELS])
             return recorder, _recorded_by(recorder, run)
 
         recorder, found = ran()
+        recorder.refuse_changed_layers()
         recorder.refuse_replaced_buffers(buffers)
         refuse_memory(before, outside, lambda: ran(again=True), recorder.remembers)
         total = None if labels is None else loss_of(model, found)

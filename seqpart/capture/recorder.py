@@ -28,8 +28,10 @@ from seqpart.capture.program import (
     opened,
     put_into,
 )
+from seqpart.capture.segment import Segment, Steps
 from seqpart.capture.unrecorded import LARGEST, Layers, ReadNumbers, why_not
 from seqpart.errors import ModelError, first_line
+from seqpart.model.packs import ROWS
 from seqpart.profile.fake_mode import asks_for_values, run_for_real
 
 CONSTANTS = (
@@ -57,12 +59,14 @@ class Recorder(TorchFunctionMode):
     """A context in which calls of `blocks` ({module: path}), and torch functions outside of them, are recorded as ops.
 
     names: name of each parameter and buffer of the model, by its id. autocast: the type of the run's autocast. largest: true
-    if `torch.rand` draws its largest possible value; else it draws 0. again: tensors of an earlier run may occur.
+    if `torch.rand` draws its largest possible value; else it draws 0. again: tensors of an earlier run may occur. row: returns
+    a row of the data, (1, ...).
     """
 
     def __init__(
         self, blocks: Mapping[nn.Module, str], paths: Mapping[nn.Module, str], names: Mapping[int, str],
         autocast: torch.dtype | None = None, *, largest: bool = False, again: bool = False,
+        row: Callable[[], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.ops: list[Op] = []
@@ -75,7 +79,7 @@ class Recorder(TorchFunctionMode):
         """Keeps tensors alive so that no id is used again."""
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._numbers_read, self._layers, self._largest = ReadNumbers(names), Layers(blocks), largest
-        self._again = again
+        self._again, self._row = again, row
         self._count, self._inside, self._attention = 0, 0, attention_kernels()
         self._stack: list[nn.Module] = []
 
@@ -149,7 +153,7 @@ class Recorder(TorchFunctionMode):
                 except Exception as error:
                     if not asks_for_values(error):
                         raise
-                    return run_for_real(module, args, kwargs)
+                    return run_for_real(module, args, kwargs, self._from_row((args, kwargs)))
 
             found = self._record(self._blocks[module], run, args, kwargs, buffers)
             self._layers.called(module)
@@ -159,6 +163,19 @@ class Recorder(TorchFunctionMode):
             raise self.failed(RuntimeError("its hooks on gradients would be left out"))
         found = before(module, *args, **kwargs)  # if it fails, the stack has the module
         self._stack.pop()
+        return found
+
+    def _from_row(self, given: Any) -> dict[int, torch.Tensor]:
+        """Returns the values, by their ids, of those tensors that functions alone compute from the model's input."""
+        found = dict[int, torch.Tensor]()
+        tensors = {id(leaf): leaf for leaf in leaves(opened(given)) if self._row is not None and id(leaf) in self._numbers}
+        for key in tensors:
+            ops, lacking = needed_for({self._numbers[key]}, self.ops)
+            if self._row is not None and lacking <= {ROWS} and not any(op.is_module or op.owned for op in ops):
+                steps = Steps(ops, (ROWS,), (self._numbers[key],), None)
+                with unset_fake_temporarily():
+                    rows = self._row().expand(self.shapes[ROWS]).clone()
+                    found[key] = Segment({}, {}, steps, steps, "")(rows)[0]
         return found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -257,6 +274,12 @@ class Recorder(TorchFunctionMode):
         path = self._paths.get(module, "")
         return Inside(why, f"{path or 'the model'} ({type(module).__name__})", module, path)
 
+    def refuse_changed_layers(self) -> None:
+        """Raises Inside if the model changed a layer from outside after its last call, as by emptying what it keeps."""
+        for block in self._blocks:
+            if why := self._layers.why_not(block):
+                raise Inside(why, self._blocks[block])
+
     def refuse_replaced_buffers(self, before: Mapping[nn.Module, Mapping[str, torch.Tensor | None]]) -> None:
         """Raises Inside if a forward outside of blocks assigned a new tensor to a buffer, which cannot be recorded."""
         for module, buffers in before.items():
@@ -270,6 +293,8 @@ class Recorder(TorchFunctionMode):
         why = first_line(error).rstrip(".")
         if "_local_scalar_dense" in why or "data-dependent" in type(error).__name__.lower() or "DataDependent" in repr(error):
             why = "it reads a number out of a tensor (item(), a tensor in an if)"
+        elif asks_for_values(error) and not isinstance(error, DynamicOutputShapeException):
+            why = "it reads a number out of a tensor (tensors in a tuple that is an index, a kernel of its own)"
         if "BatchedTensor" in why:
             why = "it computes under torch.vmap, and calls in there cannot be recorded one by one"
         if isinstance(error, DynamicOutputShapeException):

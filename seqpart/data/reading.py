@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from seqpart.data.reader import Batch
 from seqpart.data.source import PIECE_BYTES, PIECE_ROWS, SPLITS, RowTaker, Source, SourceReader, generators_kept
-from seqpart.data.splits import Split
+from seqpart.data.splits import Split, first_rows, write_rows
 from seqpart.data.workers import Job, Part, Worker, empty, fill, probed
 from seqpart.device.device import Device, Event
 from seqpart.device.limit import WARM_UP_BYTES, margin_of
@@ -40,6 +41,7 @@ class Reading:
         self._row = RowLayout(train.shape, dtype, None if dtype == train.dtype else train.dtype)
         self._readers = [SourceReader(part.source) for part in self._parts]
         self._work, self._asked = 0, 0
+        self.first_row = cache(partial(_first_row, train))
         if self._parts:
             source = self._parts[0].source
             self._asked = source.workers if workers is None else workers
@@ -119,6 +121,14 @@ class Reading:
     def close(self) -> None:
         while self.workers:
             self.workers.pop().close()
+
+
+def _first_row(split: Split) -> torch.Tensor:
+    """Returns the first row, (1, *shape), read without an effect on what is drawn later."""
+    found = list[torch.Tensor]()
+    with generators_kept():
+        write_rows(first_rows(split, 1), lambda rows: found.append(rows.clone()))
+    return found[0]
 
 
 class ReadsRows(Protocol):

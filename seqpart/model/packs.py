@@ -5,7 +5,7 @@ Value 0 is the model's input rows.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -60,6 +60,8 @@ class Value:
     """The block that gives it; -1: it is the model's input."""
     uses: tuple[int, ...]
     """Blocks that take it, ascending; the number of blocks for the model's output."""
+    example: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """A row of the data, (1, ...), if the block that takes it has shapes that depend on values."""
 
     @property
     def row(self) -> int:
@@ -72,6 +74,17 @@ class Value:
         if self.shape[:1] != (self.rows,):
             return replace(self, rows=rows)
         return replace(self, shape=(rows, *self.shape[1:]), rows=rows, nbytes=self.nbytes_at(rows))
+
+    def sample(self, device: torch.device | None = None, *, learns: bool) -> torch.Tensor:
+        """Returns rows to measure a block with: the example, repeated; or random floats, or of whole numbers zeros, which every
+        vocabulary has."""
+        if self.example is not None:
+            x = self.example.to(device).expand(self.shape).clone(memory_format=torch.contiguous_format)
+        elif has_gradients(self.dtype):
+            x = torch.randn(self.shape, dtype=torch.float32, device=device).to(self.dtype)
+        else:
+            x = torch.zeros(self.shape, dtype=self.dtype, device=device)
+        return x.requires_grad_(learns and has_gradients(self.dtype))
 
     def nbytes_at(self, rows: int) -> int:
         """Bytes for a micro-batch of `rows` rows. A value without a dimension of rows does not shrink with them."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from seqpart.capture.capture import chain_and_loss, chain_of
+from seqpart.capture.capture import Row, chain_and_loss, chain_of
 from seqpart.capture.inputs import Form
 from seqpart.capture.outputs import Outputs
 from seqpart.capture.own_loss import OwnLoss
@@ -96,18 +96,20 @@ class Inputs:
             meta = MetaTensors(model if resumes or trained or settings.weights else None)
             undo.callback(meta.give_back)
             row, cast, in_chunks = (train.shape, train.dtype, train.form), settings.autocast, loss_chunks != 1
+            example = self.reading.first_row
             if in_chunks:
                 refuse_whole(settings, train)
             if final_loss == "model":
                 labels = train.one_label() if train.labelled else None
-                self.chain, final_loss = chain_and_loss(model, *row, labels, cast, in_chunks=in_chunks)
+                self.chain, final_loss = chain_and_loss(model, *row, labels, cast, in_chunks=in_chunks, row=example)
             elif in_chunks and final_loss is not None:
-                self.chain, final_loss = chain_and_recorded_loss(final_loss, model, *row, train.one_label(), cast)
+                self.chain, final_loss = chain_and_recorded_loss(final_loss, model, *row, train.one_label(), cast, example)
             else:
                 outputs = outputs_for(final_loss, train, cast)
-                self.chain = chain_of(model, *row, cast, outputs, in_chunks=in_chunks)
+                self.chain = chain_of(model, *row, cast, outputs, in_chunks=in_chunks, row=example)
                 final_loss = final_loss if outputs is None else outputs.loss
                 self._why_not = outputs.why_not if outputs is not None else ""
+            self.chain.row = example
             self._starts = starts_of(model, len(self.chain))
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
             self._begin(final_loss, trains, whole)
@@ -612,11 +614,11 @@ def with_head(cost: BlockCost, head: Head) -> BlockCost:
 
 def chain_and_recorded_loss(
     loss: LossFunction, model: object, shape: tuple[int, ...], dtype: torch.dtype, form: Form, labels: torch.Tensor,
-    autocast: torch.dtype | None,
+    autocast: torch.dtype | None, row: Row,
 ) -> tuple[Chain, OwnLoss]:  # fmt: skip
     """Returns the model as a chain that ends before its head, and the user's loss, recorded. Raises ModelError."""
     try:
-        return chain_and_loss(model, shape, dtype, form, labels, autocast, in_chunks=True, loss=loss)
+        return chain_and_loss(model, shape, dtype, form, labels, autocast, in_chunks=True, loss=loss, row=row)
     except Exception as error:
         if isinstance(error, ModelError) and error.with_flags.startswith("--loss-chunks"):
             raise

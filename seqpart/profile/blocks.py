@@ -161,14 +161,15 @@ def measure_chain(
         key = (block.same_as, block.tied, *((one.shape, one.dtype, one.learns) for one in taken))
         if key not in known:
             logging.getLogger("seqpart.planning").debug("block %d of %d is measured", block.number + 1, len(chain))
-            known[key] = _measure_block(block, taken, granule, autocast, narrows, real_run)
+            known[key] = _measure_block(block, taken, granule, autocast, narrows, real_run, chain)
         cost = known[key]
         numbers = dict(zip((one.number for one in cost.takes), block.takes, strict=True))
         numbers.update(zip((one.number for one in cost.gives), block.gives, strict=True))
         given = [value(n, block.number, one.shape, one.dtype) for n, one in zip(block.gives, cost.gives, strict=True)]
         values.update({one.number: one for one in given})
+        takes = tuple(replace(own, example=one.example) for own, one in zip(taken, cost.takes, strict=True))
         costs.append(replace(
-            cost, takes=tuple(taken), gives=tuple(given), writes=frozenset(numbers[number] for number in cost.writes),
+            cost, takes=takes, gives=tuple(given), writes=frozenset(numbers[number] for number in cost.writes),
             passes=tuple((numbers[ours], numbers[theirs]) for ours, theirs in cost.passes),
         ))  # fmt: skip
     return tuple(_lending(chain, costs))
@@ -206,7 +207,7 @@ def _uses(chain: Chain | Sequence[Block]) -> dict[int, tuple[int, ...]]:
 
 def _measure_block(
     block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None, narrows: bool,
-    real_run: Callable[[], AbstractContextManager[object]],
+    real_run: Callable[[], AbstractContextManager[object]], chain: Chain | Sequence[Block],
 ) -> BlockCost:  # fmt: skip
     mode = FakeMode()
     module, tensors = block.fake(mode)
@@ -217,7 +218,31 @@ def _measure_block(
             if not asks_for_values(error):
                 raise
             with real_run():
-                return _measure_values(block, taken, granule, autocast, narrows)
+                try:
+                    return _measure_values(block, _with_examples(taken, chain, 0, autocast), granule, autocast, narrows)
+                except (DataError, ModelError):
+                    stop = 1 + max((value.giver for value in taken if not has_gradients(value.dtype)), default=-1)
+                    if not stop:
+                        raise
+                    return _measure_values(block, _with_examples(taken, chain, stop, autocast), granule, autocast, narrows)
+
+
+def _with_examples(
+    taken: Sequence[Value], chain: Chain | Sequence[Block], stop: int, autocast: torch.dtype | None
+) -> list[Value]:
+    """Returns what a block takes with a row of the data, and whole numbers with what the blocks before `stop` make of it."""
+    if (row := getattr(chain, "row", None)) is None:
+        return list(taken)
+    found = dict.fromkeys((chain[first].takes[0] for first in _begins(chain)), row())
+    for block in chain[:stop]:
+        with quiet_random(), block.left_as_it_is(), torch.no_grad(), cast(autocast):
+            module, tensors = real_module(block, Device().torch)
+            xs = (found[number].clone() for number in block.takes)
+            found.update(zip(block.gives, run_fake(module.eval(), tensors, *xs), strict=True))
+    return [
+        replace(value, example=found.get(value.number)) if value.giver < 0 or not has_gradients(value.dtype) else value
+        for value in taken
+    ]
 
 
 _SAMPLE = 512
@@ -228,7 +253,7 @@ _sampled: "WeakKeyDictionary[Block, dict[object, tuple[BlockCost, BlockCost]]]" 
 def _measure_values(
     block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None, narrows: bool
 ) -> BlockCost:  # fmt: skip
-    """Measures a block whose shapes depend on values, as experts' do, with real random values of few rows. More rows are
+    """Measures a block whose shapes depend on values, as experts' do, with real values of few rows. More rows are
     extrapolated from two such runs, and the trial at the plan's micro-batch adds what it takes beyond that."""
     rows, positions = taken[0].rows, max(prod(value.shape[1:-1]) for value in taken)
     few = max(2, _SAMPLE // positions)
@@ -276,7 +301,7 @@ def _measure_module(
                 inference, flops = _watch_inference(module, tensors, taken, granule, autocast, narrow)
             found = _watch_training(block, module, tensors, taken, granule, autocast, narrow)
             changing = tuple(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter))
-            tests = bool(changing) and eval_edits(block, module, tensors, [_rows_of(value).detach() for value in taken])
+            tests = bool(changing) and eval_edits(block, module, tensors, [value.sample(learns=False) for value in taken])
     except ModelError as error:
         raise ModelError(f"{block}: {error.with_flags}") from None
     except Exception as error:
@@ -343,7 +368,7 @@ def _watch_training(
     gives: tuple[Value, ...] = ()
     written: frozenset[int] = frozenset()
     passes: tuple[tuple[int, int], ...] = ()
-    leaves = [[_rows_of(value) for value in taken] for _ in range(2)]
+    leaves = [[value.sample(learns=value.learns) for value in taken] for _ in range(2)]
     # Inside a chain a block's input is no leaf: it may be written into, as ReLU(inplace=True) does.
     inputs = [[leaf.clone() for leaf in own] for own in leaves]
     with LiveBytes(granule) as live:
@@ -391,12 +416,6 @@ def _watch_training(
     )  # fmt: skip
 
 
-def _rows_of(value: Value) -> torch.Tensor:
-    if not has_gradients(value.dtype):
-        return torch.zeros(value.shape, dtype=value.dtype)
-    return torch.randn(value.shape, dtype=torch.float32).to(value.dtype).requires_grad_(value.learns)
-
-
 def _run_in_training(
     block: Block, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
@@ -429,7 +448,7 @@ def _watch_inference(
     module: nn.Module, tensors: dict[str, torch.Tensor], taken: Sequence[Value], granule: int,
     autocast: torch.dtype | None = None, narrow: CastUses | None = None,
 ) -> tuple[int, int]:  # fmt: skip
-    xs = [_rows_of(value).detach() for value in taken]
+    xs = [value.sample(learns=False) for value in taken]
     with torch.no_grad(), LiveBytes(granule) as live, cast(autocast), narrow or nullcontext():
         live.ignore([*xs, *tensors.values()])
         run_fake(module, tensors, *xs)
@@ -437,7 +456,7 @@ def _watch_inference(
         if narrow is not None and narrow.found:  # a test may use weights otherwise, and so may fewer rows
             module.eval()
             try:
-                run_fake(module, tensors, *(_rows_of(value.with_rows(1)).detach() for value in taken))
+                run_fake(module, tensors, *(value.with_rows(1).sample(learns=False) for value in taken))
             except Exception:
                 narrow.give_up()
             module.train()

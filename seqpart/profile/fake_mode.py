@@ -170,9 +170,13 @@ def _is_true(fake: Any) -> bool:
     return sys._getframe(1).f_code is not F.gaussian_nll_loss.__code__ and torch.Tensor.__bool__(fake)
 
 
+_NO_DATA = "its data is not allocated yet"
+
+
 def asks_for_values(error: BaseException) -> bool:
-    """True if fake tensors failed because they have no values: a shape or a number depends on them."""
-    return isinstance(error, DynamicOutputShapeException | DataDependentOutputException)
+    """True if fake tensors failed because they have no values: a shape or a number depends on them, also one that torch reads
+    in no operation, as of tensors in a tuple that is an index."""
+    return isinstance(error, DynamicOutputShapeException | DataDependentOutputException) or _NO_DATA in str(error)
 
 
 def real_module(block: Block, device: torch.device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -200,14 +204,17 @@ def _filled(fake: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.fill_(1.0) if tensor.is_floating_point() else tensor
 
 
-def run_for_real(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def run_for_real(module: nn.Module, args: Any, kwargs: Any, known: Mapping[int, torch.Tensor]) -> Any:
     """Runs a module of fake tensors with real ones, and returns fake tensors like its results. Takes memory for its tensors and
-    its work while it runs. To be called inside the mode."""
+    its work while it runs. To be called inside the mode. known: values of fake tensors, by their ids."""
     taken = list[tuple[torch.Tensor, torch.Tensor, int]]()
 
     def real(fake: torch.Tensor) -> torch.Tensor:
-        x = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).zero_()
-        x = x.normal_().requires_grad_(fake.requires_grad) + 0 if has_gradients(x.dtype) else x
+        x = known.get(id(fake))
+        if x is None:
+            x = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).zero_()
+            x = x.normal_() if has_gradients(x.dtype) else x
+        x = x.requires_grad_(fake.requires_grad) + 0 if has_gradients(x.dtype) else x
         taken.append((fake, x, x._version))
         return x
 

@@ -389,16 +389,10 @@ class Trials:
         return sum(found.values())
 
     def _rows(self, number: int, rows: int) -> list[torch.Tensor]:
-        """Random input rows for a block; tokens are zeros, which every vocabulary has."""
-        device, found, compiles = self._device.torch, list[torch.Tensor](), self._chain[number].compiles
-        for value in self._costs_at(rows)[number].takes:
-            if has_gradients(value.dtype):
-                learns = value.learns and (not compiles or value.number in self._learned)
-                x = torch.randn(value.shape, dtype=torch.float32, device=device).to(value.dtype).requires_grad_(learns)
-            else:
-                x = torch.zeros(value.shape, dtype=value.dtype, device=device)
-            found.append(x)
-        return found
+        """Input rows for a block."""
+        compiles, takes = self._chain[number].compiles, self._costs_at(rows)[number].takes
+        learn = [value.learns and (not compiles or value.number in self._learned) for value in takes]
+        return [value.sample(self._device.torch, learns=one) for value, one in zip(takes, learn, strict=True)]
 
     def _train(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor], number: int) -> Excess:
         """Runs one micro-batch; returns all bytes that it took, measured as in profile/blocks.py, and the seconds."""

@@ -12,7 +12,7 @@ from tests.library_models import FURTHER, OTHERS, THEIRS
 
 TAKE_LONGER = [
     "mobilenet_v3_small", "convnext_atto", "llama, tied", "vit", "t5 encoder", "shards of bfloat16", "without its head", "gpt2",
-    "encoder and decoder",
+    "encoder and decoder", "marks in rows",
 ]  # fmt: skip
 QUICK = [name for name in [*THEIRS, *OTHERS] if name not in TAKE_LONGER]
 MISSING = [name for name in ("timm", "transformers") if importlib.util.find_spec(name) is None]
