@@ -83,9 +83,10 @@ def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
 
 
 def _repeats(model: nn.Module) -> bool:
-    """True for an nn.Sequential that has a layer with buffers twice."""
+    """True for an nn.Sequential of which two layers have a buffer in common."""
     layers = list(model._modules.values()) if isinstance(model, nn.Sequential) else []
-    return any(part is not None and layers.count(part) > 1 and any(True for _ in part.buffers()) for part in layers)
+    buffers = [id(buffer) for part in layers if part is not None for buffer in part.buffers()]
+    return len(set(buffers)) < len(buffers)
 
 
 def chain_and_loss(

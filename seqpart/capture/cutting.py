@@ -88,9 +88,9 @@ def _left_out(calls: Sequence[object], others: Sequence[object]) -> set[int] | N
     return None if left else found
 
 
-def _between(path: str, calls: Sequence[object]) -> range:
-    """Returns the places of `calls` from the first of a module to before its last."""
-    places = [place for place, call in enumerate(calls) if call == path]
+def _between(paths: Collection[object], calls: Sequence[object]) -> range:
+    """Returns the places of `calls` from the first of some modules to before the last of them."""
+    places = [place for place, call in enumerate(calls) if call in paths]
     return range(places[0], places[-1]) if places else range(0)
 
 
@@ -125,7 +125,7 @@ class Cutter:
         programs = [self._with_shared_buffers(program) for program in (training, evaluating)]
         calls = [[op.function for op in program.ops if op.is_module] for program in programs]
         only_training, together = _left_out(*calls), self._called_together(training.ops)
-        inside = [{place for path in together for place in _between(path, called)} for called in calls]
+        inside = [{place for paths in together for place in _between(paths, called)} for called in calls]
         train, evaluate = _Cut.of(programs[0], inside[0].union(only_training or ())), _Cut.of(programs[1], inside[1])
         if only_training is None or [len(given) for given in train.gives] != [len(given) for given in evaluate.gives]:
             why = "it calls other modules when it trains than when it evaluates, or passes other tensors between them"
@@ -186,18 +186,18 @@ class Cutter:
             return module
         return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
-    def _called_together(self, ops: Sequence[Op]) -> set[str]:
-        """Returns the paths of modules whose buffers change or are saved, so that one block must make all calls of them."""
-        found = set()
+    def _called_together(self, ops: Sequence[Op]) -> set[frozenset[str]]:
+        """Returns the paths of modules that share a buffer which changes or is saved, so that one block must call them all."""
+        found: dict[str, set[str]] = {}
         for path in {op.function for op in ops if isinstance(op.function, str)}:
-            parts = list(self._modules[path].modules())
-            changes = any(isinstance(part, _BatchNorm) for part in parts) or any(
-                op.changes_own for op in ops if op.function == path
-            )
-            kept = any(part._buffers.keys() - part._non_persistent_buffers_set for part in parts)
-            if (changes and any(part._buffers for part in parts)) or kept:
-                found.add(path)
-        return found
+            changes = any(op.changes_own for op in ops if op.function == path)
+            for name in self._held[path]:
+                owner, leaf = self._owners[name]
+                if leaf in owner._buffers and (
+                    changes or isinstance(owner, _BatchNorm) or leaf not in owner._non_persistent_buffers_set
+                ):
+                    found.setdefault(name, set()).add(path)
+        return set(map(frozenset, found.values()))
 
     def _with_shared_buffers(self, program: Program) -> Program:
         """Returns the program with each buffer in one home: if several pieces use it, the first passes its value on."""

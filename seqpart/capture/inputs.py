@@ -4,7 +4,7 @@ So the code that keeps, shuffles and moves rows handles one tensor. A traced mod
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
@@ -79,9 +79,9 @@ def _placed(inputs: Iterable[tuple[str | None, tuple[int, ...], torch.dtype]]) -
     return tuple(found)
 
 
-def in_types(form: Form, type_of: Callable[[torch.dtype], torch.dtype]) -> Form:
+def in_types(form: Form, types: Iterable[torch.dtype]) -> Form:
     """Returns the form of the same inputs in other types."""
-    return _placed((one.name, one.shape, type_of(one.dtype)) for one in form)
+    return _placed((one.name, one.shape, dtype) for one, dtype in zip(form, types, strict=True))
 
 
 def repacked(rows: torch.Tensor, form: Form, other: Form, said: str) -> torch.Tensor:
@@ -114,8 +114,13 @@ def packed(x: object, form: Form, said: str) -> torch.Tensor:
             raise DataError(
                 f"{said}: NaN or infinity in {name or 'an input'}. Clean the data: one such row spoils every weight."
             )
-        rows[:, one.offset : one.offset + one.nbytes] = tensor.reshape(count, -1).contiguous().view(torch.uint8)
+        rows[:, one.offset : one.offset + one.nbytes] = _bytes_of(tensor, one)
     return rows
+
+
+def _bytes_of(tensor: torch.Tensor, one: Input) -> torch.Tensor:
+    """The bytes of an input of some rows, (rows, bytes). A copy, since a tensor of one number may have any stride."""
+    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).view(-1, one.nbytes)
 
 
 def refuse_misfit(model: nn.Module, form: Form, labels: str = "") -> None:

@@ -384,5 +384,5 @@ def data_digest(train: Split, test: Split) -> str:
             ).encode()
         )
         digest.update(split.padded.encode())
-        digest.update(split.labels.contiguous().numpy().tobytes())
+        digest.update(split.labels.contiguous().numpy().data)
     return digest.hexdigest()

@@ -8,14 +8,14 @@ Several labels of a row are packed as bytes, as inputs are.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from seqpart.capture.inputs import Form, as_tensor, described, form_of, one_row, packed, some_rows, unpacked
+from seqpart.capture.inputs import Form, as_tensor, described, form_of, nbytes_of, one_row, packed, some_rows, unpacked
 from seqpart.errors import DataError
 from seqpart.model.losses import LossFunction, LossName, loss_named
 
@@ -48,8 +48,18 @@ def labels_of_rows(labels: Any, name: str) -> tuple[torch.Tensor, Form]:
     counts = {len(part) for part in (labels.values() if isinstance(labels, Mapping) else labels)}
     if len(counts) > 1:
         raise DataError(f"{said}: expected equally many rows of each; found {' and '.join(map(str, sorted(counts)))}.")
-    pieces = range(0, max(1, counts.pop()), _ROWS_AT_ONCE)
-    return torch.cat([packed(some_rows(labels, slice(at, at + _ROWS_AT_ONCE)), form, said) for at in pieces]), form
+    count = counts.pop()
+    starts = range(0, count, _ROWS_AT_ONCE)
+    return in_one((packed(some_rows(labels, slice(at, at + _ROWS_AT_ONCE)), form, said) for at in starts), count, form), form
+
+
+def in_one(pieces: Iterable[torch.Tensor], count: int, form: Form) -> torch.Tensor:
+    """Returns packed labels of `count` rows in one tensor. Two copies of all of them would pass a limit."""
+    found, at = torch.empty(count, nbytes_of(form), dtype=torch.uint8), 0
+    for piece in pieces:
+        found[at : at + len(piece)] = piece
+        at += len(piece)
+    return found
 
 
 def labels_of_items(labels: Sequence[Any], name: str) -> tuple[torch.Tensor, Form]:
@@ -85,11 +95,16 @@ def as_labels(labels: Any, name: str) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor.to(torch.int64 if tensor.ndim == 1 else _NARROW.get(tensor.dtype, torch.int64)).clone()
     tensor = tensor.to(torch.float32 if tensor.itemsize < 4 else tensor.dtype, copy=True)
-    for start in range(0, len(tensor), _ROWS_AT_ONCE):  # a mask of all of them may be large
-        finite = tensor[start : start + _ROWS_AT_ONCE].isfinite().view(-1, prod(tensor.shape[1:])).all(1)
+    refuse_infinite(tensor, name)
+    return tensor
+
+
+def refuse_infinite(labels: torch.Tensor, name: str) -> None:
+    """Raises DataError for floats that are not finite, naming their row."""
+    for start in range(0, len(labels), _ROWS_AT_ONCE):  # a mask of all of them may be large
+        finite = labels[start : start + _ROWS_AT_ONCE].isfinite().view(-1, prod(labels.shape[1:])).all(1)
         if not bool(finite.all()):
             raise DataError(f"{name} labels: NaN or infinity in row {start + int((~finite).nonzero()[0])}.")
-    return tensor
 
 
 def plain(label: Any) -> Any:

@@ -233,14 +233,15 @@ def with_loader(settings: C, train: Split) -> C:
 
     Raises OptionError if the two contradict each other, and for options that do not go with rows that are read again.
     """
-    source = train.source
-    if not isinstance(source, Source):
+    source = train.source or train.kept_from
+    if train.source is None:
         if settings.workers:
             raise OptionError("--workers read rows that are not kept, and these are. Leave it out, or give --cache none.")
         if settings.views > 1:
             raise OptionError(
                 "--cached-views keeps several draws of rows that are read again, and these rows are kept once. Leave it out."
             )
+    if not isinstance(source, Source):
         return settings
     if source.batch:
         batch = values_of(settings.batch_size)[0]
@@ -250,6 +251,8 @@ def with_loader(settings: C, train: Split) -> C:
             settings = replace(settings, batch_size=source.batch)
     if source.shuffles is not None or source.streams:
         shuffles = bool(source.shuffles) and not source.streams
+        if train.source is None and settings.shuffle != "auto":  # kept rows may come in any order
+            return settings
         if settings.shuffle not in ("auto", shuffles):
             raise OptionError(
                 f"--shuffle {'yes' if settings.shuffle else 'no'}: "
@@ -392,8 +395,13 @@ def _agree(source: Source, targets: Sequence[Any], like: Split, draws: Any) -> b
 
 
 def _kept(split: Split) -> Split:
-    """Returns the split with one draw of its rows kept, in the type in which they come."""
-    return replace(split, source=None)
+    """Returns the split with one draw of its rows kept, in the type in which they come. Raises OptionError for a sampler."""
+    if isinstance(split.source, Source) and split.source.sampler is not None:
+        raise OptionError(
+            "--cache rows keeps each row once, and the DataLoader's sampler would not be asked. Give one without a sampler, or "
+            "leave --cache out."
+        )
+    return replace(split, source=None, kept_from=split.source)
 
 
 def for_data(padding: Padding | None, several: Sequence[Any]) -> Padding | None:

@@ -32,7 +32,7 @@ from seqpart.capture.inputs import (
     repacked,
     some_rows,
 )
-from seqpart.data.labels import are_several, as_labels, labels_of_items, labels_of_rows, plain
+from seqpart.data.labels import are_several, in_one, labels_of_items, labels_of_rows, plain, refuse_infinite
 from seqpart.errors import DataError
 from seqpart.model.losses import label_dtype
 
@@ -157,6 +157,8 @@ class Split:
     """How several labels are packed in a row of bytes."""
     source: RowSource | None = None
     """Reads its rows whenever they are needed, without keeping any; None: they are read once and kept."""
+    kept_from: RowSource | None = None
+    """The loader or stream of which one draw of each row is kept: its batch size and order count."""
     kept: torch.dtype | None = None
     """The type in which rows are kept or transferred, if it is a smaller one; None: `dtype`."""
     labelled: bool = True
@@ -235,22 +237,22 @@ def in_type_of(like: object, rows: Split) -> Split:
     They become float64 if all weights of the model are of that type. Rows of 16 bits stay so if some weights are. All others
     become float32, and complex numbers stay complex.
     """
+    (form, dtype), (label_form, label_type) = (rows.form, rows.dtype), (rows.label_form, rows.labels.dtype)
     if isinstance(like, Split):
-        found = [like.dtype, like.labels.dtype, *(one.dtype for one in (*like.form, *like.label_form))]
+        types = _types_like(like.form, like.dtype, form, dtype)
+        label_types = _types_like(like.label_form, like.labels.dtype, label_form, label_type)
     else:
         parts = [part for part in (like if isinstance(like, list | tuple) else [like]) if isinstance(part, nn.Module)]
-        found = [one.dtype for part in parts for one in part.parameters()]
-    taken = {one for one in found if one.is_floating_point or one.is_complex}
-    type_of, label_type_of = partial(_type_for, taken), partial(_type_for, {one for one in taken if one.itemsize > 2})
-    form, label_form, labels = in_types(rows.form, type_of), in_types(rows.label_form, label_type_of), rows.labels
-    if label_form != rows.label_form:
-        labels = repacked(labels, rows.label_form, label_form, f"{rows.name} labels")
-    elif (dtype := label_type_of(labels.dtype)) != labels.dtype:
-        labels = as_labels(labels.to(dtype), rows.name)
-    dtype = type_of(rows.dtype)
-    kept = dtype if rows.kept == rows.dtype else rows.kept
-    if form == rows.form:
-        return replace(rows, dtype=dtype, kept=kept, labels=labels, label_form=label_form)
+        taken = {one.dtype for part in parts for one in part.parameters() if one.is_floating_point() or one.is_complex()}
+        types = [_type_for(taken, one) for one in _types_of(form, dtype)]
+        label_types = [_type_for({one for one in taken if one.itemsize > 2}, one) for one in _types_of(label_form, label_type)]
+    labels = _labels_in(label_types, rows)
+    label_form = in_types(label_form, label_types) if label_form else ()
+    if not form:
+        kept = types[0] if rows.kept == dtype else rows.kept
+        return replace(rows, dtype=types[0], kept=kept, labels=labels, label_form=label_form)
+    if (form := in_types(form, types)) == rows.form:
+        return replace(rows, labels=labels, label_form=label_form)
 
     def again(passes: Callable[[], Iterable[torch.Tensor]]) -> Iterator[torch.Tensor]:
         return (repacked(found, rows.form, form, f"{rows.name} data") for found in passes())
@@ -259,6 +261,33 @@ def in_type_of(like: object, rows: Split) -> Split:
         rows, form=form, shape=(nbytes_of(form),), labels=labels, label_form=label_form, open=partial(again, rows.open),
         some=None if rows.some is None else partial(again, rows.some),
     )  # fmt: skip
+
+
+def _types_of(form: Form, dtype: torch.dtype) -> list[torch.dtype]:
+    return [one.dtype for one in form] or [dtype]
+
+
+def _types_like(form: Form, dtype: torch.dtype, own: Form, own_type: torch.dtype) -> list[torch.dtype]:
+    """Returns the types of (own, own_type) where they are those of the rows (form, dtype): of floats and complex numbers."""
+    found, given = _types_of(form, dtype), _types_of(own, own_type)
+    if len(found) != len(given):
+        return given  # which is refused elsewhere
+    kinds = [[(one.is_floating_point, one.is_complex) for one in types] for types in (found, given)]
+    pairs = zip(found, given, *kinds, strict=True)
+    return [one if kind == other and any(kind) else two for one, two, kind, other in pairs]
+
+
+def _labels_in(types: Sequence[torch.dtype], rows: Split) -> torch.Tensor:
+    """Returns the labels in other types. Raises DataError for one that is not finite there."""
+    form, labels = rows.label_form, rows.labels
+    if not form:
+        if types[0] != labels.dtype:
+            refuse_infinite(labels := labels.to(types[0]), rows.name)
+        return labels
+    if (other := in_types(form, types)) == form:
+        return labels
+    pieces = (repacked(piece, form, other, f"{rows.name} labels") for piece in torch.split(labels, ROWS_AT_ONCE))
+    return in_one(pieces, len(labels), other)
 
 
 def _type_for(taken: Collection[torch.dtype], dtype: torch.dtype) -> torch.dtype:
@@ -299,9 +328,10 @@ def _dtype_of(x: object) -> torch.dtype:
 
 def _from_pair(x: Any, y: Any, name: str) -> Split:
     labels, label_form = labels_of_rows(y, name)
+    count = len(labels)  # what yields rows must not hold labels, which may become others
     rows = x.shape[0] if len(x.shape) else "no"  # zarr's arrays have no len()
-    if rows != len(labels):
-        raise DataError(f"{name} data: {rows} rows of x and {len(labels)} labels; the numbers must be equal.")
+    if rows != count:
+        raise DataError(f"{name} data: {rows} rows of x and {count} labels; the numbers must be equal.")
     if len(x.shape) == 1 and rows:
         raise DataError(f"{name} data: x has one number a row and no dimension for it. Give x of shape (rows, 1): x[:, None].")
     if getattr(x, "layout", torch.strided) is not torch.strided:
@@ -310,15 +340,15 @@ def _from_pair(x: Any, y: Any, name: str) -> Split:
         raise DataError(f"{name} data: expected x to be numbers; found an array of type {x.dtype}.")
 
     def passes(step: int = 1) -> Iterator[torch.Tensor]:
-        for start in range(0, len(labels), ROWS_AT_ONCE * step):
+        for start in range(0, count, ROWS_AT_ONCE * step):
             rows = x[start : start + ROWS_AT_ONCE * step : step]
             # A copy: torch warns about read-only arrays, such as memory-mapped ones.
             yield as_tensor(rows if isinstance(rows, torch.Tensor) else np.asarray(rows))
 
     shape = tuple(int(n) for n in x.shape[1:])
     return Split(
-        name=name, count=len(labels), shape=shape, labels=labels, open=passes, dtype=_dtype_of(x), label_form=label_form,
-        some=partial(passes, _step(len(labels), 8 * prod(shape))),
+        name=name, count=count, shape=shape, labels=labels, open=passes, dtype=_dtype_of(x), label_form=label_form,
+        some=partial(passes, _step(count, 8 * prod(shape))),
     )  # fmt: skip
 
 
@@ -333,13 +363,15 @@ def _from_several(x: Any, y: Any, name: str) -> Split:
         if part.shape[0] != len(labels):
             raise DataError(f"{name} data: {part.shape[0]} rows of x and {len(labels)} labels; the numbers must be equal.")
 
+    count = len(labels)
+
     def passes(step: int = 1) -> Iterator[torch.Tensor]:
-        for start in range(0, len(labels), ROWS_AT_ONCE * step):
+        for start in range(0, count, ROWS_AT_ONCE * step):
             yield packed(some_rows(x, slice(start, start + ROWS_AT_ONCE * step, step)), form, f"{name} data")
 
     return Split(
-        name=name, count=len(labels), shape=(nbytes_of(form),), labels=labels, open=passes, dtype=torch.uint8, form=form,
-        label_form=label_form, some=partial(passes, _step(len(labels), nbytes_of(form))),
+        name=name, count=count, shape=(nbytes_of(form),), labels=labels, open=passes, dtype=torch.uint8, form=form,
+        label_form=label_form, some=partial(passes, _step(count, nbytes_of(form))),
     )  # fmt: skip
 
 

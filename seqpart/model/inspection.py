@@ -107,6 +107,8 @@ def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype, autocast:
         return ""
     said, other = (str(kind).removeprefix("torch.") for kind in (min(found, key=str), dtype))
     cures = [f"rows of {said} (x.to(torch.{said}))", "model.float()"]
+    if said == "float64":  # such rows become float32 where other weights are, or where factories are yet to make them
+        cures[0] = "modules that are of float64 throughout"
     if autocast is None and found == {torch.bfloat16}:
         cures.append("--dtype bf16, which casts rows as it computes")
     return f"Its weights are {said} and its input is {other}: give {', or '.join(cures)}."

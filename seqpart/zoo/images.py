@@ -9,8 +9,9 @@ Numbers are from 0 to 1, and with augmentation less their data set's mean, divid
 """
 
 import math
+import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +68,11 @@ def _loaded(folder: Path, kind: str, changes: tuple[Change, Change], scale: Scal
     if empty := [name for number, name in enumerate(classes) if number not in first[1]]:
         raise DataError(f"--data {kind}:{train}: found no images in {', '.join(empty)}, a class. Remove it, or give it some.")
     at = np.arange(len(first[1])) % 5 == 4
+    if not splits and not at.any():
+        raise DataError(
+            f"--data {kind}:{folder}: found {len(at)} images, of which every fifth is a test row. Give at least 5, or "
+            "train/CLASS and test/CLASS."
+        )
     parts = (slice(None), slice(None)) if splits else (~at, at)
     found = zip((train, test), (first, second), parts, changes, strict=True)
     one, other = (Images(path, names[which], labels[which], change, scale) for path, (names, labels), which, change in found)
@@ -86,10 +92,7 @@ def _listed(folder: Path, classes: Sequence[str], kind: str) -> tuple["np.ndarra
     """Returns (names below `folder` as bytes, since a million path objects would take 130 MB; class numbers)."""
     names, labels = list[bytes](), list[int]()
     for label, name in enumerate(classes):
-        below = folder / name
-        found = sorted(
-            bytes(path.relative_to(folder)) for path in below.rglob("*") if path.suffix.lower() in IMAGES and path.is_file()
-        )
+        found = sorted(bytes(path.relative_to(folder)) for path in _files(folder / name) if path.suffix.lower() in IMAGES)
         names += found
         labels += [label] * len(found)
     if not names:
@@ -125,14 +128,23 @@ class Images:
         return torch.from_numpy(np.ascontiguousarray(pixels)), int(self.targets[index])
 
 
+def _files(folder: Path) -> Iterator[Path]:
+    """Yields the files below a directory, through links too, but for hidden ones: copies of editors, and macOS' notes."""
+    seen = {folder.resolve()}
+    for root, inside, files in os.walk(folder, followlinks=True):
+        inside[:] = [one for one in inside if not one.startswith(".") and (Path(root) / one).resolve() not in seen]
+        seen.update((Path(root) / one).resolve() for one in inside)
+        yield from (path for one in files if not one.startswith(".") and (path := Path(root) / one).is_file())
+
+
 def _rgb_of(path: Path) -> Any:
     """Returns an image of red, green and blue with 8 bits each. Raises ValueError for 32 bits, whose range no file says."""
     from PIL import Image
 
     with Image.open(path) as image:
-        if image.mode in ("I", "F"):
+        if image.mode in ("I", "F") and image.format != "PPM":  # whose mode of 16 bits is I
             raise ValueError(f"its numbers have 32 bits (mode {image.mode}), of unknown range: save it with 8 or 16")
-        if image.mode.startswith("I;16"):  # convert() would make all above 255 white
+        if image.mode.startswith("I"):  # convert() would make all above 255 white
             return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
         return image.convert("RGB")
 

@@ -248,6 +248,25 @@ def norm_twice():
     return nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Linear(16, 16), norm, nn.Linear(16, 3))
 
 
+class Stems(nn.Module):
+    """Two parts that have a normalisation in common."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = (nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)) for _ in range(2))
+        self.other[1] = self.one[1]
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(self.one(x) * self.other(x))
+
+
+def nested_norm():
+    norm = nn.BatchNorm1d(16)
+    first, second = nn.Sequential(nn.Linear(8, 16), norm), nn.Sequential(nn.Linear(16, 16), norm)
+    return nn.Sequential(first, nn.ReLU(), second, nn.Linear(16, 3))
+
+
 MODELS = {
     "a sequential with a forward of its own": lambda: Doubled(*layers()),
     "and with a parameter": lambda: Scaled(*layers()),
@@ -261,6 +280,8 @@ MODELS = {
     "weights and constants of a layer that is called twice": Siamese,
     "statistics of a layer that is called twice": SiameseNorm,
     "a sequential that has a layer with statistics twice": norm_twice,
+    "statistics of two parts": Stems,
+    "and of layers of a sequential": nested_norm,
     "layers in a module of torch.fx": lambda: torch.fx.symbolic_trace(Doubled(nn.Sequential(*layers()), nn.ReLU())),
     "a layer that writes into a dict": PassesADict,
     "layers whose output nobody takes": Untaken,

@@ -157,6 +157,63 @@ def test_a_model_of_float64_takes_rows_of_float64(method, tmp_path):
     assert found.test_loss == pytest.approx(nn.functional.cross_entropy(expected(rows), Y).item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("model_type", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("given", ["pair", "loader", "kept loader", "named tests", "test loader"])
+@pytest.mark.few(4)
+def test_labels_of_another_type_than_their_rows_come_in_the_models_from_every_kind_of_data(given, model_type, tmp_path):
+    """Behind a loader float64 labels of a float64 model were rounded, and of a float32 model refused."""
+    torch.manual_seed(0)
+    model, x, y = (
+        nn.Sequential(nn.Linear(7, 8), nn.Linear(8, 2)).to(model_type),
+        torch.randn(32, 7),
+        torch.randn(32, 2).double(),
+    )
+    x, y = (x, y) if model_type == torch.float64 else (x.double(), y.float())
+    expected, right = copy.deepcopy(model), (x.to(model_type), y.to(model_type))
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for rows, labels in zip(*(part.split(8) for part in right), strict=True):
+        nn.functional.mse_loss(expected(rows), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loader = DataLoader(list(zip(x, y, strict=True)), batch_size=8)
+    train = loader if "loader" in given else (x, y)
+    test = {"named tests": {"a": (x, y), "b": (x.double(), y.double())}, "test loader": loader}.get(given, (x, y))
+    options = {"cache": "rows"} if given == "kept loader" else {}
+    if train is not loader:
+        options["shuffle"] = False
+    used = Trainer(
+        model, nn.functional.mse_loss, mem_limit="2GB", method="streamed", batch_size=8, micro_batch_size=8, epochs=1, lr=0.1,
+        optimizer="sgd", quiet=True, output_dir=tmp_path / "run", **options,
+    )  # fmt: skip
+    found = used.fit(train, test)
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
+    with torch.no_grad():
+        assert found.test_loss == pytest.approx(nn.functional.mse_loss(expected(right[0]), right[1]).item(), rel=1e-6)
+
+
+def test_several_inputs_and_labels_of_other_types_come_in_one_by_one_and_without_test_rows(tmp_path):
+    """A number beside a tensor that changes its type, in one row, and labels of no test rows ended in torch's own errors."""
+
+    class Aged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x, age):
+            return self.linear(x) * age[:, None]
+
+    def loss(output, labels):
+        return ((output[:, 0] - labels["a"]) ** 2 + labels["b"]).mean()
+
+    x = {"x": torch.randn(257, 4).double(), "age": torch.arange(257)}
+    y = {"a": torch.randn(257).double(), "b": torch.randn(257)}
+    items = [({name: part[i] for name, part in x.items()}, {name: part[i] for name, part in y.items()}) for i in range(5)]
+    used = Trainer(Aged(), loss, mem_limit="2GB", method="full", batch_size=1, quiet=True, max_steps=3)
+    assert used.fit(items).train_losses[0] > 0
+    used = Trainer(Aged(), loss, mem_limit="2GB", method="full", batch_size=64, epochs=1, quiet=True)
+    assert used.fit((x, y)).train_losses[0] > 0
+
+
 def test_a_directory_to_go_on_from_that_is_not_there_is_named():
     """It was told to have nothing saved in the directory above it."""
     with pytest.raises(OptionError, match=r"^resume: nowhere does not exist. Give the directory of a run, or one of"):

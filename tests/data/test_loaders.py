@@ -218,6 +218,18 @@ def test_kept_rows_are_one_draw(data, tmp_path):
     assert bits(one) != bits(trained(tmp_path, data(), name="alive", batch_size=BATCH))
 
 
+def test_kept_rows_of_a_loader_come_in_its_batches_and_order(tmp_path):
+    """They came in batches of 64 rows, shuffled, whatever the loader said; its sampler was not asked."""
+    items = [Pixels()[index] for index in range(ROWS)]
+    one = trained(tmp_path, DataLoader(items, batch_size=BATCH), name="one", cache="rows")
+    assert bits(one) == bits(trained(tmp_path, DataLoader(items, batch_size=BATCH), name="other"))
+    shuffled = trained(tmp_path, DataLoader(items, batch_size=BATCH), name="shuffled", cache="rows", shuffle=True)
+    assert bits(one) != bits(shuffled)
+    sampler = WeightedRandomSampler(torch.arange(1.0, ROWS + 1), 24)
+    with pytest.raises(OptionError, match="keeps each row once"):
+        trained(tmp_path, DataLoader(items, batch_size=BATCH, sampler=sampler), name="sampled", cache="rows")
+
+
 class Stored:
     """An array in a file as zarr gives it: with a shape and rows, without len()."""
 

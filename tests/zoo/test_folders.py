@@ -90,18 +90,33 @@ def test_hidden_directories_are_no_classes_and_empty_ones_are_refused(kind, tmp_
     for name in CLASSES:
         images(tmp_path / name)
     (tmp_path / ".ipynb_checkpoints").mkdir()
-    assert sorted(set(datasets.load(f"{kind}:{tmp_path}")[0].targets)) == [0, 1]
+    images(tmp_path / "cat" / ".ipynb_checkpoints")
+    (tmp_path / "dog" / "._3.png").write_bytes(b"a note of macOS")
+    images(tmp_path / "elsewhere" / "more", 10)
+    (tmp_path / "elsewhere").rename(tmp_path.parent / f"{kind} elsewhere")
+    (tmp_path / "dog" / "linked").symlink_to(tmp_path.parent / f"{kind} elsewhere")
+    (tmp_path / "dog" / "loop").symlink_to(tmp_path / "dog")
+    train, test = datasets.load(f"{kind}:{tmp_path}")
+    assert sorted([*train.targets, *test.targets]) == [0] * 5 + [1] * 15
     (tmp_path / "cow").mkdir()
     with pytest.raises(DataError, match="found no images in cow, a class"):
         datasets.load(f"{kind}:{tmp_path}")
 
 
-@pytest.mark.parametrize("kind", ["png", "tif"])
+def test_too_few_images_for_a_test_row_are_told_so(tmp_path):
+    for name in CLASSES:
+        images(tmp_path / name, 2)
+    with pytest.raises(DataError, match=r"found 4 images, of which every fifth is a test row\. Give at least 5"):
+        datasets.load(f"folder:{tmp_path}")
+
+
+@pytest.mark.parametrize("kind", ["png", "tif", "pgm"])
 def test_numbers_of_16_bits_keep_their_order_and_those_of_32_are_refused(kind, tmp_path):
     """Pillow makes RGB of them by cutting them off at 255: X-rays and depths were white images, in silence."""
     grey = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024
     for name in CLASSES:
-        (tmp_path / name).mkdir()
+        images(tmp_path / name)
+        (tmp_path / name / "0.png").unlink()
         Image.fromarray(grey).save(tmp_path / name / f"0.{kind}")
     image, _ = datasets.load(f"folder:{tmp_path}")[0][0]
     assert torch.equal(image, torch.arange(64).view(1, 8, 8).expand(3, 8, 8) * 4 / 255)
