@@ -15,7 +15,8 @@ from seqpart.checkpoint.resume import ResumePoint, refuse_unlike_ranks, resume_p
 from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
 from seqpart.data.reading import with_fewer_workers
-from seqpart.data.splits import Split, first_rows, in_type_of
+from seqpart.data.row_types import in_type_of
+from seqpart.data.splits import Split, first_rows
 from seqpart.data.step_losses import StepLosses
 from seqpart.data.unlabelled import WithoutLabels, needs_labels
 from seqpart.device.limit import limit_of, translate_oom

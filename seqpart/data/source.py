@@ -12,7 +12,8 @@ import torch
 
 from seqpart.capture.inputs import PADS, as_tensor, described, is_several, refuse_text
 from seqpart.data.reader import Ints
-from seqpart.data.splits import Split, as_split, copy_rows, in_type_of, parted, unreadable
+from seqpart.data.row_types import in_type_of
+from seqpart.data.splits import Split, as_split, copy_rows, parted, unreadable
 from seqpart.device.device import Device, keyed_seed
 from seqpart.errors import DataError, SeqpartError
 from seqpart.model.loss_probe import generators_left_alone

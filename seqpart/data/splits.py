@@ -6,7 +6,7 @@ Rows are quantities (float32, or float64 if requested) or tokens (int64), which 
 16 bits, as in images, are quantities; those of 32 or 64 bits are tokens.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 import torch
 import xxhash
-from torch import nn
 from torch.utils.data import DataLoader
 
 from seqpart.capture.inputs import (
@@ -24,15 +23,13 @@ from seqpart.capture.inputs import (
     as_tensor,
     described,
     form_of,
-    in_types,
     is_several,
     nbytes_of,
     one_row,
     packed,
-    repacked,
     some_rows,
 )
-from seqpart.data.labels import are_several, in_one, labels_of_items, labels_of_rows, plain, refuse_infinite
+from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
 from seqpart.errors import DataError
 from seqpart.model.losses import label_dtype
 
@@ -199,7 +196,7 @@ def as_split(data: object, name: str) -> Split:
     """Returns a Split of a Split, a pair (x, y) of tensors or arrays, or a map-style data set of (x, y) items.
 
     x may also be a dict of tensors, which the model takes by name, or a tuple of tensors, which it takes in order; an item
-    may be a dict with its labels as `labels`. Floats keep their types until the model is known, see `in_type_of`. x of whole
+    may be a dict with its labels as `labels`. Floats keep their types until the model is known, see `row_types`. x of whole
     numbers of 32 or 64 bits is tokens and becomes int64, of smaller ones, such as uint8 images, float32; of several tensors
     each keeps its own. A Split's `dtype` is kept. y has one label for each row; or whole numbers (rows, ...), a class for each
     position, or floats of any shape; or it is a dict or a tuple of these, for a loss that takes one.
@@ -229,75 +226,6 @@ def as_split(data: object, name: str) -> Split:
     if not prod(split.shape):
         raise DataError(f"{name} data: rows of shape {split.shape} hold no numbers.")
     return split
-
-
-def in_type_of(like: object, rows: Split) -> Split:
-    """Returns rows whose floats, labels among them, have the types that a model takes, or those that the rows `like` have.
-
-    They become float64 if all weights of the model are of that type. Rows of 16 bits stay so if some weights are. All others
-    become float32, and complex numbers stay complex.
-    """
-    (form, dtype), (label_form, label_type) = (rows.form, rows.dtype), (rows.label_form, rows.labels.dtype)
-    if isinstance(like, Split):
-        types = _types_like(like.form, like.dtype, form, dtype)
-        label_types = _types_like(like.label_form, like.labels.dtype, label_form, label_type)
-    else:
-        parts = [part for part in (like if isinstance(like, list | tuple) else [like]) if isinstance(part, nn.Module)]
-        taken = {one.dtype for part in parts for one in part.parameters() if one.is_floating_point() or one.is_complex()}
-        types = [_type_for(taken, one) for one in _types_of(form, dtype)]
-        label_types = [_type_for({one for one in taken if one.itemsize > 2}, one) for one in _types_of(label_form, label_type)]
-    labels = _labels_in(label_types, rows)
-    label_form = in_types(label_form, label_types) if label_form else ()
-    if not form:
-        kept = types[0] if rows.kept == dtype else rows.kept
-        return replace(rows, dtype=types[0], kept=kept, labels=labels, label_form=label_form)
-    if (form := in_types(form, types)) == rows.form:
-        return replace(rows, labels=labels, label_form=label_form)
-
-    def again(passes: Callable[[], Iterable[torch.Tensor]]) -> Iterator[torch.Tensor]:
-        return (repacked(found, rows.form, form, f"{rows.name} data") for found in passes())
-
-    return replace(
-        rows, form=form, shape=(nbytes_of(form),), labels=labels, label_form=label_form, open=partial(again, rows.open),
-        some=None if rows.some is None else partial(again, rows.some),
-    )  # fmt: skip
-
-
-def _types_of(form: Form, dtype: torch.dtype) -> list[torch.dtype]:
-    return [one.dtype for one in form] or [dtype]
-
-
-def _types_like(form: Form, dtype: torch.dtype, own: Form, own_type: torch.dtype) -> list[torch.dtype]:
-    """Returns the types of (own, own_type) where they are those of the rows (form, dtype): of floats and complex numbers."""
-    found, given = _types_of(form, dtype), _types_of(own, own_type)
-    if len(found) != len(given):
-        return given  # which is refused elsewhere
-    kinds = [[(one.is_floating_point, one.is_complex) for one in types] for types in (found, given)]
-    pairs = zip(found, given, *kinds, strict=True)
-    return [one if kind == other and any(kind) else two for one, two, kind, other in pairs]
-
-
-def _labels_in(types: Sequence[torch.dtype], rows: Split) -> torch.Tensor:
-    """Returns the labels in other types. Raises DataError for one that is not finite there."""
-    form, labels = rows.label_form, rows.labels
-    if not form:
-        if types[0] != labels.dtype:
-            refuse_infinite(labels := labels.to(types[0]), rows.name)
-        return labels
-    if (other := in_types(form, types)) == form:
-        return labels
-    pieces = (repacked(piece, form, other, f"{rows.name} labels") for piece in torch.split(labels, ROWS_AT_ONCE))
-    return in_one(pieces, len(labels), other)
-
-
-def _type_for(taken: Collection[torch.dtype], dtype: torch.dtype) -> torch.dtype:
-    """Returns the type for numbers of type `dtype` where these are taken."""
-    wide = bool(taken) and {*taken} <= {torch.float64, torch.complex128}
-    if dtype.is_complex:
-        return torch.complex128 if wide else torch.complex64
-    if not dtype.is_floating_point or (dtype.itemsize == 2 and dtype in taken):
-        return dtype
-    return torch.float64 if wide else torch.float32
 
 
 def tested_on(data: object, train: Split) -> Split:

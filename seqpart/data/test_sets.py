@@ -7,8 +7,9 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils.data import ConcatDataset
 
+from seqpart.data.row_types import in_type_of
 from seqpart.data.source import Source
-from seqpart.data.splits import Split, in_type_of, said_of_labels, said_of_rows
+from seqpart.data.splits import Split, said_of_labels, said_of_rows
 from seqpart.errors import DataError
 
 

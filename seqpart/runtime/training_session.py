@@ -18,7 +18,8 @@ from seqpart.capture.inputs import PADS
 from seqpart.config import MOST, ON_CALL
 from seqpart.data.boundary_cache import FedRows
 from seqpart.data.padding import Padding
-from seqpart.data.splits import Split, in_type_of, said_of_labels, said_of_rows, write_rows
+from seqpart.data.row_types import in_type_of
+from seqpart.data.splits import Split, said_of_labels, said_of_rows, write_rows
 from seqpart.data.step_losses import StepLosses
 from seqpart.device.device import Device
 from seqpart.device.sampler import Proof

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from seqpart import Trainer
 from seqpart.data.classes import count_classes
-from seqpart.data.splits import ROWS_AT_ONCE, Split, as_split, count_tokens, in_type_of, refuse_mismatch, write_rows
+from seqpart.data.row_types import in_type_of
+from seqpart.data.splits import ROWS_AT_ONCE, Split, as_split, count_tokens, refuse_mismatch, write_rows
 from seqpart.errors import DataError, ModelError
 
 FLOAT32 = nn.Linear(1, 1)
