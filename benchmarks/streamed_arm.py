@@ -39,8 +39,10 @@ def blocks_of(arguments: argparse.Namespace) -> list[Any]:
     from benchmarks import frontier_networks, streamed_networks
 
     if arguments.network:
-        return frontier_networks.blocks_of(arguments.network)
-    return streamed_networks.network(arguments.width, arguments.depth, halved=arguments.states == "bf16")
+        blocks = frontier_networks.blocks_of(arguments.network)
+    else:
+        blocks = streamed_networks.network(arguments.width, arguments.depth)
+    return streamed_networks.in_16_bits(blocks) if arguments.states == "bf16" else blocks
 
 
 def rows(network: str, count: int) -> tuple[Any, Any]:

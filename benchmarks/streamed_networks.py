@@ -1,7 +1,7 @@
 """The residual MLPs of the streaming benchmarks, on real digits: S has 1.6 GB of training state, L 6.4 GB."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -29,10 +29,13 @@ def _in_16_bits(block: Callable[[], nn.Module]) -> nn.Module:
     return block().bfloat16()
 
 
-def network(width: int, depth: int = DEPTH, *, halved: bool = False) -> list[Callable[[], nn.Module]]:
-    """Linear(64, W) + LayerNorm + ReLU, `depth` residual blocks, Linear(W, 10). halved: of bfloat16."""
-    residual: Callable[[], nn.Module] = functools.partial(Residual, width)
+def network(width: int, depth: int = DEPTH) -> list[Callable[[], nn.Module]]:
+    """Linear(64, W) + LayerNorm + ReLU, `depth` residual blocks, Linear(W, 10)."""
     first, last = functools.partial(_first, width), functools.partial(nn.Linear, width, CLASSES)
-    if halved:
-        first, residual, last = (functools.partial(_in_16_bits, block) for block in (first, residual, last))
-    return [first, *[residual] * depth, last]
+    return [first, *[functools.partial(Residual, width)] * depth, last]
+
+
+def in_16_bits(blocks: Sequence[Callable[[], nn.Module]]) -> list[Callable[[], nn.Module]]:
+    """The blocks with weights in bfloat16; equal ones stay equal."""
+    halved = {block: functools.partial(_in_16_bits, block) for block in blocks}
+    return [halved[block] for block in blocks]
