@@ -99,7 +99,8 @@ HOW = {
             "partition_speed", "streamed_speed L", "streamed_speed S", "streamed_speed disk", "streamed_speed smallest",
             "peers.compare S", "peers.compare L", "peers.compare T --data-dir DIR", "pnn_paper --data-dir DIR",
             "psl_paper --data-dir DIR", "frontier", "small_jobs epochs", "small_jobs start", "what_fits", "models",
-            "full_size --folder DIR", "widest_layer", "bf16_rounding --data-dir DIR", "long_logits", "scaling", "rank_kills",
+            "full_size --folder DIR", "widest_layer", "bf16_rounding --data-dir DIR", "long_logits", "scaling",
+            "scaling --rows 1024", "rank_kills",
             "long_logits --positions 2048 --mem-limit 700MB",
         )
     },
