@@ -77,6 +77,11 @@ class Optimizer:
         given: list[Any] = [*parameters]
         return self.function([*zip(names or ["weight"] * len(given), given, strict=True)] if self.named else given)
 
+    @property
+    def at_once(self) -> int:
+        """Numbers of a parameter that each of some threads works on at a time; 0: torch shares whole parameters."""
+        return ROUNDED_AT_ONCE if self.moments is not None else SLICE if self.name in OF_BITSANDBYTES else 0
+
     def step_room(self, largest: int) -> int:
         """Bytes that a step takes beside the state. largest: bytes of the largest parameter."""
         if self.moments is not None:

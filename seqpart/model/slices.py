@@ -15,13 +15,14 @@ from seqpart.store.movers import movers
 Room = TypeVar("Room")
 
 
-def _most_threads() -> int:
+def most_threads() -> int:
+    """Threads that share slices."""
     return min(4, torch.get_num_threads())  # Python's lock lets no more of them work
 
 
 def room_of_slices(each: int, numbers: int, size: int) -> int:
     """Most bytes that work on `numbers` numbers in slices of `size` takes, with room for `each` bytes per number."""
-    return each * min(numbers, size * _most_threads())
+    return each * min(numbers, size * most_threads())
 
 
 def share_slices(
@@ -33,7 +34,7 @@ def share_slices(
     make_room: makes the memory that a thread works in, for so many numbers, so that none is mapped anew for each slice.
     """
     starts, before = range(0, numbers, size), torch.get_num_threads()
-    threads = min(_most_threads() if device.type == "cpu" else 1, len(starts))
+    threads = min(most_threads() if device.type == "cpu" else 1, len(starts))
     rooms = [make_room(min(size, numbers)) for _ in range(threads)]
     if threads < 2:
         for room in rooms:

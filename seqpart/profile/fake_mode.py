@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -153,21 +152,23 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _unchecked() -> Iterator[None]:
-    """A context without the checks that torch.distributions and gaussian_nll_loss make of values."""
-    checks, outermost = Distribution._validate_args, "__bool__" not in vars(FakeTensor)
-    Distribution.set_default_validate_args(False)
+    """A context in which fake tensors pass the checks that torch.distributions and gaussian_nll_loss make of values."""
+    outermost = "__bool__" not in vars(FakeTensor)
     FakeTensor.__bool__ = _is_true  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        Distribution.set_default_validate_args(checks)
-        if outermost:
+        if outermost and "__bool__" in vars(FakeTensor):
             del FakeTensor.__bool__
 
 
 def _is_true(fake: Any) -> bool:
-    """What an `if` of a fake tensor asks: false where gaussian_nll_loss looks for variances below 0."""
-    return sys._getframe(1).f_code is not F.gaussian_nll_loss.__code__ and torch.Tensor.__bool__(fake)
+    """What an `if` of a fake tensor asks: true where torch.distributions looks whether arguments are valid, and false where
+    gaussian_nll_loss looks for variances below 0."""
+    asks = sys._getframe(1)
+    if asks.f_globals.get("__name__", "").startswith("torch.distributions."):
+        return True
+    return asks.f_code is not F.gaussian_nll_loss.__code__ and torch.Tensor.__bool__(fake)
 
 
 _NO_DATA = "its data is not allocated yet"

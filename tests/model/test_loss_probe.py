@@ -186,6 +186,7 @@ class Draws(nn.Module):
 of_torch = nn.GaussianNLLLoss()
 PROBABLE = {
     "a normal distribution": (MeanAndVariance, lambda output, y: -Normal(*output).log_prob(y).mean()),
+    "one that is to check": (MeanAndVariance, lambda output, y: -Normal(*output, validate_args=True).log_prob(y).mean()),
     "a function of torch": (MeanAndVariance, lambda output, y: F.gaussian_nll_loss(output[0], y, output[1])),
     "a loss of torch": (MeanAndVariance, lambda output, y: of_torch(output[0], y, output[1])),
     "classes": (lambda: nn.Linear(4, 8), lambda output, y: -Categorical(logits=output).log_prob(y[:, 0].abs().long()).mean()),
@@ -216,7 +217,7 @@ def test_a_loss_whose_arguments_torch_checks_trains_as_in_a_plain_loop(kind, tmp
     for name, tensor in expected.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name
     with pytest.raises(ValueError, match="Expected parameter scale"):
-        Normal(0.0, -torch.ones(1))  # torch checks as before
+        Normal(0.0, -torch.ones(1), validate_args=True)  # torch checks as before
 
 
 def test_models_that_make_a_loss_of_boxes_are_told_that_they_cannot_be_trained():
