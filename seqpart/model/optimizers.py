@@ -80,7 +80,9 @@ class Optimizer:
     @property
     def at_once(self) -> int:
         """Numbers of a parameter that each of some threads works on at a time; 0: torch shares whole parameters."""
-        return ROUNDED_AT_ONCE if self.moments is not None else SLICE if self.name in OF_BITSANDBYTES else 0
+        if self.moments is not None:
+            return ROUNDED_AT_ONCE if self.in_slices else 0
+        return SLICE if self.name in OF_BITSANDBYTES else 0
 
     def step_room(self, largest: int) -> int:
         """Bytes that a step takes beside the state. largest: bytes of the largest parameter."""
