@@ -223,6 +223,7 @@ def test_weights_larger_than_the_limit_come_and_go_through_compiled_layers(tmp_p
     assert (ran.stdout.strip(), ran.returncode) == ("True", 0), ran.stderr[-2000:]
 
 
+@pytest.mark.own_process
 def test_a_limit_without_room_for_the_compiler_is_refused_with_one_that_has_room(tmp_path):
     with pytest.raises(DoesNotFit, match=r"compiling takes .* C\+\+ compiler") as refusal:
         trained(network(), tmp_path / "run", mem_limit="750MB", **CUT)
