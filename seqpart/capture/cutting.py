@@ -189,12 +189,12 @@ class Cutter:
     def _called_together(self, ops: Sequence[Op]) -> set[frozenset[str]]:
         """Returns the paths of modules that share a buffer which changes or is saved, so that one block must call them all."""
         found: dict[str, set[str]] = {}
+        changing = {op.function for op in ops if op.changes_own}
         for path in {op.function for op in ops if isinstance(op.function, str)}:
-            changes = any(op.changes_own for op in ops if op.function == path)
             for name in self._held[path]:
                 owner, leaf = self._owners[name]
                 if leaf in owner._buffers and (
-                    changes or isinstance(owner, _BatchNorm) or leaf not in owner._non_persistent_buffers_set
+                    path in changing or isinstance(owner, _BatchNorm) or leaf not in owner._non_persistent_buffers_set
                 ):
                     found.setdefault(name, set()).add(path)
         return set(map(frozenset, found.values()))

@@ -11,7 +11,7 @@ import torch
 
 from seqpart.data.reader import Batch
 from seqpart.data.source import PIECE_BYTES, PIECE_ROWS, SPLITS, RowTaker, Source, SourceReader, generators_kept
-from seqpart.data.splits import Split, first_rows, write_rows
+from seqpart.data.splits import Split, copy_rows, first_rows
 from seqpart.data.workers import Job, Part, Worker, empty, fill, probed
 from seqpart.device.device import Device, Event
 from seqpart.device.limit import WARM_UP_BYTES, margin_of
@@ -125,10 +125,10 @@ class Reading:
 
 def _first_row(split: Split) -> torch.Tensor:
     """Returns the first row, (1, *shape), read without an effect on what is drawn later."""
-    found = list[torch.Tensor]()
+    found = torch.empty((1, *split.shape), dtype=split.dtype)
     with generators_kept():
-        write_rows(first_rows(split, 1), lambda rows: found.append(rows.clone()))
-    return found[0]
+        copy_rows(first_rows(split, 1), found)
+    return found
 
 
 class ReadsRows(Protocol):

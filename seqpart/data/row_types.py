@@ -1,6 +1,6 @@
 """The types in which rows and labels of floats and complex numbers go to a model: those of its weights."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -27,8 +27,10 @@ def in_type_of(like: object, rows: Split) -> Split:
         taken = {one.dtype for part in parts for one in part.parameters() if one.is_floating_point() or one.is_complex()}
         types = [_type_for(taken, one) for one in _types_of(form, dtype)]
         label_types = [_type_for({one for one in taken if one.itemsize > 2}, one) for one in _types_of(label_form, label_type)]
-    labels = _labels_in(label_types, rows)
+    if types == _types_of(form, dtype) and label_types == _types_of(label_form, label_type):
+        return rows
     label_form = in_types(label_form, label_types) if label_form else ()
+    labels = _labels_in(label_form, label_types[0], rows)
     if not form:
         kept = types[0] if rows.kept == dtype else rows.kept
         return replace(rows, dtype=types[0], kept=kept, labels=labels, label_form=label_form)
@@ -58,17 +60,15 @@ def _types_like(form: Form, dtype: torch.dtype, own: Form, own_type: torch.dtype
     return [one if kind == other and any(kind) else two for one, two, kind, other in pairs]
 
 
-def _labels_in(types: Sequence[torch.dtype], rows: Split) -> torch.Tensor:
-    """Returns the labels in other types. Raises DataError for one that is not finite there."""
-    form, labels = rows.label_form, rows.labels
-    if not form:
-        if types[0] != labels.dtype:
-            refuse_infinite(labels := labels.to(types[0]), rows.name)
-        return labels
-    if (other := in_types(form, types)) == form:
-        return labels
-    pieces = (repacked(piece, form, other, f"{rows.name} labels") for piece in torch.split(labels, ROWS_AT_ONCE))
-    return in_one(pieces, len(labels), other)
+def _labels_in(form: Form, dtype: torch.dtype, rows: Split) -> torch.Tensor:
+    """Returns the labels in another form, or of type `dtype`. Raises DataError for one that is not finite there."""
+    labels = rows.labels
+    if form != rows.label_form:
+        pieces = torch.split(labels, ROWS_AT_ONCE)
+        return in_one((repacked(piece, rows.label_form, form, f"{rows.name} labels") for piece in pieces), len(labels), form)
+    if not form and dtype != labels.dtype:
+        refuse_infinite(labels := labels.to(dtype), rows.name)
+    return labels
 
 
 def _type_for(taken: Collection[torch.dtype], dtype: torch.dtype) -> torch.dtype:

@@ -89,9 +89,7 @@ class Optimizer:
         if self.moments is not None:
             whole = 0 if self.in_slices else 2 * largest * (2 + self.temporaries)
             return whole + room_of_slices(ROOM_TO_ROUND, largest // NARROW.itemsize, ROUNDED_AT_ONCE)
-        return (
-            room_of_slices(ROOM_IN_8_BITS, largest // 2, SLICE) if self.name in OF_BITSANDBYTES else self.temporaries * largest
-        )
+        return room_of_slices(ROOM_IN_8_BITS, largest // 2, self.at_once) if self.at_once else self.temporaries * largest
 
     @functools.cached_property
     def in_slices(self) -> bool:
