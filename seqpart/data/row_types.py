@@ -5,11 +5,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from seqpart.capture.inputs import Form, in_types, nbytes_of, repacked
 from seqpart.data.labels import in_one, refuse_infinite
 from seqpart.data.splits import ROWS_AT_ONCE, Split
+from seqpart.model.freezing import parameters_of
 
 
 def in_type_of(like: object, rows: Split) -> Split:
@@ -23,8 +23,9 @@ def in_type_of(like: object, rows: Split) -> Split:
         types = _types_like(like.form, like.dtype, form, dtype)
         label_types = _types_like(like.label_form, like.labels.dtype, label_form, label_type)
     else:
-        parts = [part for part in (like if isinstance(like, list | tuple) else [like]) if isinstance(part, nn.Module)]
-        taken = {one.dtype for part in parts for one in part.parameters() if one.is_floating_point() or one.is_complex()}
+        parts = {id(part): (part, number) for number, part in enumerate(like if isinstance(like, list | tuple) else [like])}
+        found = (one for each in parts.values() for _, one in parameters_of(*each))
+        taken = {one.dtype for one in found if one.is_floating_point() or one.is_complex()}
         types = [_type_for(taken, one) for one in _types_of(form, dtype)]
         label_types = [_type_for({one for one in taken if one.itemsize > 2}, one) for one in _types_of(label_form, label_type)]
     if types == _types_of(form, dtype) and label_types == _types_of(label_form, label_type):

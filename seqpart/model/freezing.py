@@ -91,7 +91,8 @@ class Freezing:
         several = isinstance(self._model, list | tuple)
         parts: list[Any] = [*self._model] if isinstance(self._model, list | tuple) else [self._model]
         named = [
-            [(name, f"{n}.{name}" if several else name, one) for name, one in _named(part)] for n, part in enumerate(parts)
+            [(name, f"{n}.{name}" if several else name, one) for name, one in parameters_of(part, n)]
+            for n, part in enumerate(parts)
         ]
         names = dict[int, list[str]]()
         for _, name, one in (found for own in named for found in own):
@@ -122,12 +123,12 @@ class Freezing:
         self._before = []
 
 
-def _named(part: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the parameters by name of a module, or fake ones of what a factory makes."""
+def parameters_of(part: object, number: int) -> Iterator[tuple[str, Any]]:
+    """Yields the parameters by name of a module, or fake ones of what a factory makes, which is block `number`."""
     if isinstance(part, nn.Module):
         yield from part.named_parameters(remove_duplicate=False)
     elif callable(part):
-        tensors = Block(0, "", part).fake(FakeTensorMode())[1]
+        tensors = Block(number, str(number), part).fake(FakeTensorMode())[1]
         yield from ((name, tensor) for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter))
 
 

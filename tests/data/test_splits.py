@@ -228,6 +228,13 @@ def test_numbers_of_any_other_type_become_float32(kind):
         assert torch.equal(written_rows(split), X % 2)
 
 
+@pytest.mark.parametrize("wide", [torch.float64, torch.float32])
+def test_rows_have_the_type_of_what_factories_make(wide):
+    """Factories were not asked: rows of float64 became float32, and the model of float64 refused them."""
+    rows = as_split((torch.randn(6, 1, dtype=torch.float64), torch.arange(6) % 2), "training")
+    assert in_type_of([lambda: nn.Linear(1, 1, dtype=wide), nn.ReLU], rows).dtype == wide
+
+
 def test_a_list_of_numbers_has_no_type_and_becomes_float32():
     assert written_rows(as_split(Items([([1, 2], 0), ([3, 4], 1)]), "training")).dtype == torch.float32
 

@@ -125,7 +125,7 @@ def net():
     ]
 """
 """A network that can be divided into subnets, and into scores."""
-PARTS = ["--model", "both:net", "--loss", "psl", "--subnets", "2", "--local-steps", "4", "--epochs", "1", "--lr", "1e-3"]
+PARTS = ["--model", "both:net", "--loss", "psl", "--epochs", "1", "--lr", "1e-3"]
 
 
 def compared(folder, *where):
@@ -166,7 +166,8 @@ def parts_are_shown(document, *methods):
 
 @pytest.mark.slow
 def test_subnets_and_pairs_of_scores_are_shown_beside_plain_programs(tmp_path):
-    document = compared(tmp_path, "--mem-limit", "500MB", "--methods", "full,streamed,ist,psl")
+    subnets = ["--subnets", "2", "--local-steps", "4"]
+    document = compared(tmp_path, "--mem-limit", "500MB", "--methods", "full,streamed,ist,psl", *subnets)
     assert {"S", "M"} & parts_are_shown(document, "full", "streamed", "ist", "psl")["ist"]
 
 
