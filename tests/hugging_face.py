@@ -31,7 +31,7 @@ def arguments(folder, **options):
     return transformers.TrainingArguments(output_dir=str(folder), **options)
 
 
-OWN = ("callbacks", "compute_loss_func", "optimizers", "optimizer_cls_and_kwargs", "compute_metrics")
+OWN = ("callbacks", "compute_loss_func", "optimizers", "optimizer_cls_and_kwargs", "compute_metrics", "eval_dataset")
 
 
 def trained(folder, whose="ours", model=None, **options):
@@ -40,9 +40,8 @@ def trained(folder, whose="ours", model=None, **options):
     if whose == "ours":
         own["method"] = "full"  # the quickest to plan
     model = little_model() if model is None else model
-    trainer = TRAINERS[whose](
-        model, arguments(folder / whose, **options), train_dataset=little_rows(), eval_dataset=little_rows(8, 1), **own
-    )
+    data = {"train_dataset": little_rows(), "eval_dataset": little_rows(8, 1), **own}
+    trainer = TRAINERS[whose](model, arguments(folder / whose, **options), **data)
     trainer.train()
     return trainer, dict(model.state_dict())
 

@@ -67,7 +67,8 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         refuse_what_is_not_taken(self.args, but=self._own_fields())
-        _refuse(self.args, model, model_init, optimizers, optimizer_cls_and_kwargs, eval_dataset, compute_metrics)
+        self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
+        _refuse(self.args, model, model_init, optimizers, optimizer_cls_and_kwargs, self._sets, compute_metrics)
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self.model: nn.Module = model if model_init is None else model_init()
         self._loss = hf_losses.loss_of(self.args, self.model, compute_loss_func)
@@ -78,7 +79,6 @@ class Trainer:
             )
         if hasattr(self.model, "config"):
             self.model.config.use_cache = False
-        self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.data_collator = hf_data.collator_of(data_collator, processing_class)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self._optimizers, self._own_optimizer, self._options = optimizers, optimizer_cls_and_kwargs, options
@@ -131,16 +131,22 @@ class Trainer:
         if resume is not None and (resume / RUN).is_dir():
             resume /= RUN
         began = time.time()
-        self._relay.begin(lengths.updates, math.ceil(lengths.updates / lengths.per_epoch))
-        if self.args.eval_on_start:
-            self.evaluate()
-        with self._judge(wanted_of(self.args)) as judge, self._empty_model("train"):
-            try:
-                self.result = trainer.fit(
-                    train, tests, resume=resume, callbacks=[self._relay], compute_metrics=judge if self._tests else None
-                )
-            except Interrupted as interrupted:
-                raise Interrupted(interrupted.directory, "train(resume_from_checkpoint=True)") from None
+        with self._judge(wanted_of(self.args, self._sets)[1]) as judge:
+            self._relay.begin(
+                lengths.updates,
+                math.ceil(lengths.updates / lengths.per_epoch),
+                self._sets,
+                judge.names if judge is not None else (),
+            )
+            if self.args.eval_on_start:
+                self.evaluate()
+            with self._empty_model("train"):
+                try:
+                    self.result = trainer.fit(
+                        train, tests, resume=resume, callbacks=[self._relay], compute_metrics=judge if self._tests else None
+                    )
+                except Interrupted as interrupted:
+                    raise Interrupted(interrupted.directory, "train(resume_from_checkpoint=True)") from None
         rows = lengths.updates * lengths.batch if self.args.max_steps > 0 else lengths.rows * self.args.num_train_epochs
         metrics = speed_metrics("train", began, num_samples=rows, num_steps=lengths.updates)
         metrics["train_loss"] = self._relay.loss
@@ -254,6 +260,11 @@ class Trainer:
         """True if there are evaluations during training."""
         return text(self.args.eval_strategy) != "no"
 
+    @property
+    def _sets(self) -> dict[str, Any]:
+        """The evaluation sets by name; one alone has the name ""."""
+        return self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+
     def _lengths(self) -> Lengths:
         hf_data.refuse_unknown(self.train_dataset, "train_dataset")
         lengths = lengths_of(self.args, len(self.train_dataset))
@@ -267,7 +278,7 @@ class Trainer:
     def _trainer(self) -> "seqpart.trainer.Trainer":
         if self._ours is None:
             lengths = self._lengths() if self.train_dataset is not None else lengths_of(self.args, 1)
-            options = options_of(self.args, lengths, tests=self._tests)
+            options = options_of(self.args, lengths, self._sets if self._tests else ())
             options["optimizer"], options["lr_schedule"] = self._optimizer(lengths.updates)
             clash = sorted(set(options) & set(self._options))
             if clash:
@@ -308,17 +319,14 @@ class Trainer:
         """Returns the loaders of the training rows and, if there are evaluations, of their rows: all padded to one length."""
         several = [self._read("train_dataset", self.train_dataset)]
         if self._tests:
-            if isinstance(self.eval_dataset, dict):
-                raise OptionError(
-                    "eval_dataset: several of them go with evaluate(), not with evaluations in training. Give one."
-                )
-            several.append(self._read("eval_dataset", self.eval_dataset))
+            several += [self._read("eval_dataset", one) for one in self._sets.values()]
         (data, train), *rest = hf_data.padded_alike(several)
         loader = DataLoader(
             data, batch_size=lengths.batch, sampler=self._order(data, lengths), collate_fn=train,
             num_workers=self.args.dataloader_num_workers,
         )  # fmt: skip
-        return loader, _in_order(*rest[0]) if rest else None
+        tests = {name: _in_order(*one) for name, one in zip(self._sets, rest, strict=False)}
+        return loader, tests if isinstance(self.eval_dataset, dict) and tests else tests.get("")
 
     def _judged(
         self, data: Any, batches: hf_data.Batches, ignore_keys: object, prefix: str, judge: Predictions | None
@@ -336,13 +344,13 @@ class Trainer:
         metrics |= speed_metrics(prefix, began, num_samples=len(data), num_steps=steps)
         return metrics
 
-    def _judge(self, wanted: str | None = None) -> AbstractContextManager[Predictions | None]:
+    def _judge(self, wanted: str = "loss") -> AbstractContextManager[Predictions | None]:
         """Returns the collector of predictions for compute_metrics, if there is one."""
         if self.compute_metrics is None or self.args.prediction_loss_only:
             return nullcontext()
         return closing(self._predictions(wanted))
 
-    def _predictions(self, wanted: str | None = None) -> Predictions:
+    def _predictions(self, wanted: str = "loss") -> Predictions:
         return Predictions(self.compute_metrics, self.preprocess_logits_for_metrics, self._folder(), wanted)
 
     def _folder(self) -> Path:
@@ -359,7 +367,7 @@ def _in_order(data: Any, batches: hf_data.Batches) -> "DataLoader[Any]":
 
 
 def _refuse(
-    args: TrainingArguments, model: Any, model_init: Any, optimizers: Given, own: OwnOptimizer | None, eval_dataset: Any,
+    args: TrainingArguments, model: Any, model_init: Any, optimizers: Given, own: OwnOptimizer | None, sets: Mapping[str, Any],
     judges: Any,
 ) -> None:  # fmt: skip
     """Raises OptionError for arguments that cannot be honoured, or contradict each other."""
@@ -367,9 +375,9 @@ def _refuse(
         raise OptionError("model: give a model, or model_init: a function that returns one.")
     if own is not None and optimizers != (None, None):
         raise OptionError("optimizers: optimizer_cls_and_kwargs says it too. Leave one out.")
-    if text(args.eval_strategy) != "no" and eval_dataset is None:
+    if text(args.eval_strategy) != "no" and all(one is None for one in sets.values()):
         raise OptionError(
             f"eval_strategy {text(args.eval_strategy)}: eval_dataset is missing. Give one, or eval_strategy='no'."
         )
-    if (wanted := wanted_of(args)) is not None and judges is None:
+    if (wanted := wanted_of(args, sets)[1]) != "loss" and judges is None:
         raise OptionError(f"metric_for_best_model {wanted}: compute_metrics is missing, which has to find it.")

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -156,8 +156,8 @@ def _one_of(name: str, choice: Any, known: tuple[str, ...] | None, but: tuple[st
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def options_of(arguments: Any, lengths: Lengths, *, tests: bool) -> dict[str, Any]:
-    """Returns options of `seqpart.Trainer`, without optimizer and schedule. tests: true if there are rows to evaluate on."""
+def options_of(arguments: Any, lengths: Lengths, sets: Collection[str]) -> dict[str, Any]:
+    """Returns options of `seqpart.Trainer`, without optimizer and schedule. sets: names of those to evaluate on in training."""
     options: dict[str, Any] = {
         "output_dir": Path(arguments.output_dir) / RUN, "overwrite": True, "batch_size": lengths.batch,
         "clip_grad_norm": arguments.max_grad_norm or None, "seed": arguments.seed,
@@ -171,7 +171,7 @@ def options_of(arguments: Any, lengths: Lengths, *, tests: bool) -> dict[str, An
         options["device"] = "cpu"
     if arguments.report_to:
         options["log"] = tuple(arguments.report_to)
-    return options | (_evaluations(arguments, lengths.updates) if tests else {})
+    return options | (_evaluations(arguments, lengths.updates, sets) if sets else {})
 
 
 RUN = "seqpart"
@@ -192,20 +192,23 @@ def _saving(arguments: Any, lengths: Lengths) -> str | int:
     return lengths.per_epoch if strategy == "epoch" else "never"
 
 
-def _evaluations(arguments: Any, updates: int) -> dict[str, Any]:
+def _evaluations(arguments: Any, updates: int, sets: Collection[str]) -> dict[str, Any]:
     epochs = text(arguments.eval_strategy) == "epoch"
     found: dict[str, Any] = {"eval_every": "1 epoch" if epochs else _steps(arguments.eval_steps, updates)}
     if arguments.load_best_model_at_end:
         larger = bool(arguments.greater_is_better)
-        by = f"{'max' if larger else 'min'}:{wanted_of(arguments) or 'loss'}"
+        by = f"{'max' if larger else 'min'}:{'/'.join(filter(None, wanted_of(arguments, sets)))}"
         found |= {"keep_best": True, "best_by": "loss" if by == "min:loss" else by}
     return found
 
 
-def wanted_of(arguments: Any) -> str | None:
-    """Returns the metric that selects the best weights; None: the loss."""
+def wanted_of(arguments: Any, sets: Collection[str]) -> tuple[str, str]:
+    """Returns the set, "" for all of them, and the metric that select the best weights."""
     name = str(arguments.metric_for_best_model or "loss").removeprefix("eval_")
-    return name if arguments.load_best_model_at_end and name != "loss" else None
+    if not arguments.load_best_model_at_end:
+        name = "loss"
+    own = max((one for one in sets if one and name.startswith(f"{one}_")), key=len, default="")
+    return own, name.removeprefix(f"{own}_")
 
 
 OPTIMIZERS: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, Any]]] = {

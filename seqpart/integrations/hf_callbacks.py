@@ -1,6 +1,6 @@
 """Passes a run's events to transformers' callbacks and TrainerState."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from transformers.trainer_callback import (
@@ -45,6 +45,8 @@ class Relay:
     def __init__(self, arguments: Any, model: Any, processing_class: Any, callbacks: Iterable[Any]) -> None:
         self._arguments, self.control, self._losses, self._total = arguments, TrainerControl(), list[float](), 0.0
         self._steps, self._in_epoch = 0, False
+        self._sets: Collection[str] = ()
+        self._metrics: Collection[str] = ()
         self._rate: float | None = None
         self._norm: float | None = None
         self.handler = CallbackHandler([_Flow], model, processing_class, None, None)
@@ -69,8 +71,9 @@ class Relay:
 
     # --- a training -------------------------------------------------------------------------------------------------------
 
-    def begin(self, updates: int, epochs: int) -> None:
-        self.state = self._new_state()
+    def begin(self, updates: int, epochs: int, sets: Collection[str], metrics: Collection[str]) -> None:
+        """Begins a training. sets: names of the evaluation sets, one alone has the name "". metrics: names of the user's."""
+        self.state, self._sets, self._metrics = self._new_state(), sets, metrics
         self.state.compute_steps(self._arguments, updates)
         self.state.max_steps, self.state.num_train_epochs, self.state.epoch = updates, epochs, 0.0
         self._losses, self._total, self._steps, self._in_epoch = [], 0.0, 0, False
@@ -101,16 +104,28 @@ class Relay:
     def on_epoch(self, event: EpochEvent) -> None:
         self._epoch_begins()
         self.state.epoch = float(event.epoch)
-        self._epoch_ends()
+        if not self._evaluates_by_steps or self.state.global_step % self.state.eval_steps:
+            self._epoch_ends()  # else behind the evaluation
         self._ends(event)
 
+    @property
+    def _evaluates_by_steps(self) -> bool:
+        return bool(self._arguments.eval_strategy == "steps")
+
     def on_eval(self, event: EvalEvent) -> None:
-        found: dict[str, Any] = {f"eval_{name}": value for name, value in event.metrics.items()}
-        found |= {
-            "eval_loss": event.loss, "eval_runtime": event.seconds, "eval_samples_per_second": event.rows_per_second,
-        }  # fmt: skip
-        self.evaluated(found)
-        self._note_best(found)
+        whole: dict[str, Any] = {"eval_runtime": event.seconds, "eval_samples_per_second": event.rows_per_second}
+        every: dict[str, Any] = {"eval_loss": event.loss}
+        for own in self._sets:
+            if own:
+                named = ((name, event.metrics.get(f"{own}/{name}")) for name in ("loss", *self._metrics))
+                found = {f"eval_{own}_{name}": value for name, value in named if value is not None}
+            else:
+                found = {**{f"eval_{name}": value for name, value in event.metrics.items()}, **every}
+            self.evaluated(found | whole)
+            every |= found
+        self._note_best(every)
+        if self._evaluates_by_steps and not event.epoch % 1:
+            self._epoch_ends()
         self._ends(event)
 
     def _epoch_begins(self) -> None:

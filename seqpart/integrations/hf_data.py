@@ -247,15 +247,17 @@ class Predictions:
     """Collects outputs and labels of an evaluation in files: a metric object with update, compute and reset.
 
     judge: transformers' compute_metrics, of an EvalPrediction; first: preprocess_logits_for_metrics; folder: for the files;
-    wanted: name of a metric that judge must return.
+    wanted: name of the loss, or of a metric that judge must return.
     """
 
     def __init__(
         self, judge: Callable[[Any], Mapping[str, Any]] | None,
-        first: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None, folder: Path, wanted: str | None = None,
+        first: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None, folder: Path, wanted: str = "loss",
     ) -> None:  # fmt: skip
         self._judge, self._first, self._folder, self._wanted = judge, first, folder, wanted
         self._files: list[_Rows] = []
+        self.names = set[str]()
+        """The names of all metrics that were found."""
 
     def reset(self) -> None:
         self.close()
@@ -288,7 +290,8 @@ class Predictions:
         predictions, labels = self.arrays()
         found = self._judge(EvalPrediction(predictions=predictions, label_ids=labels))
         named = {name.removeprefix("eval_"): value for name, value in found.items()}
-        if self._wanted is not None and self._wanted not in named:
+        self.names.update(named)
+        if self._wanted not in {"loss", *named}:
             raise OptionError(
                 f"metric_for_best_model: compute_metrics found no {self._wanted}; it found {', '.join(named) or 'nothing'}."
             )

@@ -210,6 +210,33 @@ def test_early_stopping_of_transformers_ends_the_training(tmp_path):
     assert ours.state.best_global_step == theirs.state.best_global_step == ours.result.best_update
 
 
+@pytest.mark.parametrize("best", ["eval_other_right", "other_loss", None])
+@pytest.mark.few(1)
+def test_several_evaluation_sets_are_told_one_by_one(best, tmp_path):
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 0.2,
+        "compute_metrics": accuracy,
+    }
+    if best is not None:
+        options |= {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": best}
+    found, called = [], []
+    for whose in TRAINERS:
+        sets = {"one": little_rows(8, 1), "other": little_rows(8, 5)}
+        callback = Listening()
+        found.append(trained(tmp_path, whose, eval_dataset=sets, callbacks=[callback], **options))
+        called.append(callback.called)
+    (theirs, expected), (ours, weights) = found
+    assert [logs["step"] for logs in history(theirs) if "eval_one_right" in logs] == [2, 4, 6]
+    same_history(history(ours), history(theirs))
+    same_weights(weights, expected)
+    assert called[0] == called[1]
+    assert ours.state.best_metric == (None if best is None else pytest.approx(theirs.state.best_metric))
+    assert ours.state.best_global_step == theirs.state.best_global_step
+
+
 class Ends(Exception):
     pass
 
