@@ -40,10 +40,10 @@ class Model:
     """mlp, gpt (for tokens), lenet or psnet (for images), torchvision:NAME, timm:NAME, hf:DIR (a directory with config.json and
     perhaps safetensors), or package.module:function that returns any nn.Module, a list of blocks or one of factories."""
     data: str = "digits"
-    """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE (x_train, y_train, x_test, y_test), folder:DIR (train/CLASS with
-    val/CLASS or test/CLASS, or CLASS), imagefolder:DIR (the same, read again in every epoch: see --augment), text:FILE
-    (predicts its characters), hf-text:FILE (predicts its tokens, see --tokenizer), or package.module:function that returns a
-    training and a test set, or two data loaders; the test set may be empty."""
+    """digits, mnist, fashion-mnist, emnist, idx:DIR, npz:FILE (x_train, y_train, x_test, y_test) or its DIR, folder:DIR
+    (train/CLASS with val/CLASS or test/CLASS, or CLASS), imagefolder:DIR (the same, read again in every epoch: see
+    --augment), text:FILE (predicts its characters), hf-text:FILE (predicts its tokens, see --tokenizer), or
+    package.module:function that returns a training and a test set, or two data loaders; the test set may be empty."""
     data_dir: Path | None = None
     """Directory of mnist, fashion-mnist or emnist."""
     download: bool = False

@@ -232,7 +232,9 @@ def _ended(file: BinaryIO, path: Path) -> None:
 
 def _npz(path: Path) -> tuple[Split, Split | None]:
     """x_train, y_train, and x_test, y_test where there is a test set; or images and labels (x and y), with test.npz beside
-    train.npz or every fifth row."""
+    train.npz or every fifth row. path: the file, or the directory of train.npz."""
+    if path.is_dir():
+        path /= "train.npz"
     if not path.is_file():
         raise DataError(f"--data npz:{path}: no such file.")
     with _archive(path) as archive:

@@ -124,10 +124,11 @@ def test_npz_with_one_pair_gives_every_fifth_row_to_the_test_set(names, save, tm
     assert (train.labels.tolist(), test.labels.tolist()) == (y[~is_test].tolist(), y[is_test].tolist())
 
 
-def test_train_npz_goes_with_the_test_npz_beside_it(tmp_path):
+@pytest.mark.parametrize("given", ["train.npz", "."], ids=["the file", "its directory"])
+def test_train_npz_goes_with_the_test_npz_beside_it(given, tmp_path):
     np.savez(tmp_path / "train.npz", images=images(9), labels=labels(9))
     np.savez(tmp_path / "test.npz", images=images(7, 1), labels=labels(7)[:, None])
-    train, test = datasets.load(f"npz:{tmp_path / 'train.npz'}")
+    train, test = datasets.load(f"npz:{tmp_path / given}")
     assert (train.count, test.count) == (9, 7)
     torch.testing.assert_close(rows_of(test) * 255, torch.from_numpy(images(7, 1)).float())
 
