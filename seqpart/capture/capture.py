@@ -25,7 +25,7 @@ from seqpart.capture.own_loss import (
 )
 from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves
 from seqpart.capture.recorder import Inside, Recorder, program_of
-from seqpart.capture.unrecorded import extremes, refuse_memory
+from seqpart.capture.unrecorded import HiddenPath, extremes, refuse_memory
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Chain, as_chain, refuse_without_values
 from seqpart.model.inspection import cure_of_tokens, cure_of_types, is_listened_to, left_as_they_are, listed, remembered
@@ -67,9 +67,14 @@ def chain_of(
             f"a list of blocks takes one tensor, and a row has a {'tuple' if form[0].name is None else 'dict'} of "
             f"{described(form)}. Give the tensor itself, (x, y), or an nn.Module that takes them."
         )
-    if not whole:
-        return as_chain(model)
-    return trace(model, shape, dtype, form, autocast, outputs, in_chunks=in_chunks, row=row)  # type: ignore[arg-type]
+    if whole:
+        return trace(model, shape, dtype, form, autocast, outputs, in_chunks=in_chunks, row=row)  # type: ignore[arg-type]
+    chain = as_chain(model)
+    parts = [block.alive for block in chain if block.alive is not None]
+    layers = model if isinstance(model, nn.Sequential) else nn.Sequential(*parts)
+    if len(parts) == len(chain) and _pass_more(_Asked(layers, shape, dtype, (), None, autocast, None, False, row)):
+        return trace(layers, shape, dtype, (), autocast, outputs, row=row)
+    return chain
 
 
 def _has_a_forward(model: object) -> TypeGuard[nn.Module]:
@@ -141,6 +146,17 @@ class _Asked:
     outputs: Outputs | None
     in_chunks: bool
     row: Row
+
+
+def _pass_more(asked: _Asked) -> bool:
+    """True if layers of an nn.Sequential pass each other tensors beside the one that goes through all, as by an attribute."""
+    layers = {layer: path for path, layer in asked.model.named_children()}
+    try:
+        for training in (True, False):
+            _recorded(asked, layers, _ROWS, training=training)
+    except Exception as error:  # any other error is told where the layers are measured
+        return isinstance(error.__cause__, HiddenPath)
+    return False
 
 
 def _traced(asked: _Asked) -> tuple[Chain, Program]:

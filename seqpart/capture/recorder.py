@@ -29,7 +29,7 @@ from seqpart.capture.program import (
     put_into,
 )
 from seqpart.capture.segment import Segment, Steps
-from seqpart.capture.unrecorded import LARGEST, Layers, ReadNumbers, why_not
+from seqpart.capture.unrecorded import LARGEST, HiddenPaths, Layers, ReadNumbers, why_not
 from seqpart.errors import ModelError, first_line
 from seqpart.model.packs import ROWS
 from seqpart.profile.fake_mode import asks_for_values, run_for_real
@@ -79,7 +79,7 @@ class Recorder(TorchFunctionMode):
         """Keeps tensors alive so that no id is used again."""
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._numbers_read, self._layers, self._largest = ReadNumbers(names), Layers(blocks), largest
-        self._again, self._row = again, row
+        self._again, self._row, self._hidden = again, row, HiddenPaths(names)
         self._count, self._inside, self._attention = 0, 0, attention_kernels()
         self._stack: list[nn.Module] = []
 
@@ -128,7 +128,7 @@ class Recorder(TorchFunctionMode):
         def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
             bound = apply.__get__(None, kind)
             if self._inside:
-                return bound(*args, **kwargs)
+                return self._hidden.run(bound, args, kwargs, self._numbers)
             if kind is CheckpointFunction:  # a layer that recomputes its own graph does so inside its block
                 return args[0](*args[2:])
             return self._record(OwnBackward(kind), lambda: bound(*args, **kwargs), args, kwargs)
@@ -146,10 +146,12 @@ class Recorder(TorchFunctionMode):
             if why := self._layers.why_not(module):
                 raise self.failed(RuntimeError(why), self._blocks[module])
             buffers = tuple(module.buffers())
+            given = [leaf for leaf in leaves(opened((args, kwargs))) if isinstance(leaf, torch.Tensor)]
 
             def run() -> Any:
                 try:
-                    return before(module, *args, **kwargs)
+                    with self._hidden.call(self._blocks[module], given):
+                        return before(module, *args, **kwargs)
                 except Exception as error:
                     if not asks_for_values(error):
                         raise
@@ -181,7 +183,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._inside:
-            return func(*args, **kwargs)
+            return self._hidden.run(func, args, kwargs, self._numbers)
         if why := why_not(func, args, self._names):
             raise self.failed(RuntimeError(why), func.__name__.strip("_"), self._line(sys._getframe(1)))
         if func is torch.Tensor.__iter__:

@@ -5,7 +5,8 @@ to the next, a layer that is changed from outside, hooks, gradients that are com
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from seqpart.capture.program import leaves, opened
 from seqpart.model.inspection import OF_TORCH, Remembered, is_plain, remembered
 
 _HOOK = "a hook on a tensor between layers would be left out"
@@ -120,6 +122,70 @@ def extremes(*, largest: bool) -> Iterator[None]:
         for module in (random, np.random):
             stack.enter_context(patch.object(module, "uniform", between))
         yield
+
+
+class HiddenPath(RuntimeError):
+    """A tensor goes from one layer's call to another beside what they return and take."""
+
+
+class HiddenPaths:
+    """Watches functions inside layers' calls: what one call computes and another uses, it must return, and the other take. What
+    goes by an attribute would be lost where the calls are in two blocks, or where one is repeated."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        """names: those of the model's own tensors, by their ids."""
+        self._names = names
+        self._of: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """The call that computed a tensor of its inputs, or of parameters, by the tensor's id."""
+        self._taken: dict[int, torch.Tensor] = {}
+        self._layers: list[str] = []
+        """Paths of the layers called so far, the last of which is running; a call is its place in this list."""
+        self._within, self._why = False, ""
+        """True inside a call; why its layer must be in one block with another."""
+
+    @contextmanager
+    def call(self, layer: str, taken: Iterable[torch.Tensor]) -> Iterator[None]:
+        """A context for a call of a layer that takes these tensors. Raises HiddenPath where it uses others."""
+        self._taken = {id(tensor): tensor for tensor in taken}
+        self._layers.append(layer)
+        self._within, self._why = True, ""
+        try:
+            yield
+        finally:
+            self._within = False
+        if self._why:
+            raise HiddenPath(self._why)
+
+    def run(self, function: Any, args: Any, kwargs: Any, between: Container[int]) -> Any:
+        """Runs a function inside a layer's call, or another function's. between: ids of tensors outside of all layers."""
+        if not self._within:
+            return function(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        versions = [tensor._version for tensor in given]
+        found = function(*args, **kwargs)
+        follows, call = function in _DRAWS, len(self._layers) - 1
+        for tensor in given:
+            of = self._of.get(id(tensor))
+            maker = of[1] if of is not None and of[0]() is tensor else None
+            own = id(tensor) in self._names or id(tensor) in self._taken or maker == call
+            if not own and (maker is not None or id(tensor) in between):
+                source = f"a call of {self._layers[maker]}" if maker is not None else "the model"
+                self._why = f"it uses a tensor that {source} computed, and that it does not get from its caller"
+            follows = follows or id(tensor) in self._taken or maker is not None or isinstance(tensor, nn.Parameter)
+        if follows and getattr(function, "__name__", "") not in _BY_SHAPE:
+            made = _tensors(found) + [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
+            self._of.update((id(tensor), (weakref.ref(tensor), call)) for tensor in made)
+        return found
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(opened(tree)) if isinstance(leaf, torch.Tensor)]
+
+
+_BY_SHAPE = frozenset(
+    {"new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "empty_like", "full_like", "ones_like", "zeros_like"}
+)
+"""Functions that take a tensor for its shape, type or device alone: what they make may be kept for all rows."""
 
 
 class Layers:

@@ -1,10 +1,13 @@
 """Layers that go on from what they remember: in buffers a run that is stopped has it again, and in attributes nobody would."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.capture.capture import trace
 from seqpart.errors import Interrupted, ModelError
 from tests.resuming import Stopping, ended
 
@@ -213,3 +216,115 @@ def test_a_counter_in_a_container_of_a_type_of_its_own_is_seen(tmp_path):
 
     with pytest.raises(ModelError, match=r"in an attribute \(calls\)"):
         trained(Counting, tmp_path, "streamed")
+
+
+# --- what a layer leaves for another call -------------------------------------------------------------------------------
+
+
+class Reversible(nn.Module):
+    """Takes the rows' mean away, and gives it back to the output when it is called again, as RevIN does."""
+
+    def forward(self, x, *, back=False):
+        if back:
+            return x + self.mean
+        self.mean = x.detach().mean(1, keepdim=True)
+        return x - self.mean
+
+
+class Reverses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.first, self.last = Reversible(), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.norm(self.last(self.first(self.norm(x)).relu()), back=True)
+
+
+class Leaves(Layer):
+    def __init__(self, place):
+        super().__init__()
+        self.place = [place]
+
+    def forward(self, x):
+        self.place[0].scale = x.detach().abs().mean(1, keepdim=True)
+        return self.linear(x).tanh()
+
+
+class Finds(Leaves):
+    def forward(self, x):
+        return self.linear(x)[:, :4] * self.place[0].scale
+
+
+class LeavesOfItsWeights(Leaves):
+    def forward(self, x):
+        self.place[0].scale = self.linear.weight.abs().mean()
+        return self.linear(x).tanh()
+
+
+def through_an_object(kind=Leaves):
+    place = Config()
+    place.scale = torch.ones(1, 1)
+    return [kind(place), nn.Linear(8, 8), nn.Tanh(), Finds(place)]
+
+
+def numbers():
+    chance = torch.Generator().manual_seed(1)
+    return torch.randn(32, 8, generator=chance) * torch.rand(32, 1, generator=chance) * 9, torch.randn(32, 4, generator=chance)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Reverses, lambda: nn.Sequential(*through_an_object()), through_an_object,
+        lambda: nn.Sequential(*through_an_object(LeavesOfItsWeights)),
+    ],
+    ids=["a layer called twice", "an nn.Sequential", "a list", "a weight"],
+)  # fmt: skip
+@pytest.mark.few(2)
+def test_layers_that_leave_tensors_for_others_are_one_block(kind):
+    """Behind a cut the later call had the tensor of other rows: weights and tests were others, in silence."""
+    torch.manual_seed(0)
+    model, (x, y) = kind(), numbers()
+    expected = copy.deepcopy(model if isinstance(model, nn.Module) else nn.Sequential(*model))
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, fused=True)
+    for rows, labels in zip(x.split(8), y.split(8), strict=True):
+        for part, wanted in zip(rows.split(4), labels.split(4), strict=True):
+            (nn.functional.mse_loss(expected(part), wanted) * 0.5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    options = {"batch_size": 8, "micro_batch_size": 4, "epochs": 1, "lr": 0.1, "shuffle": False, "quiet": True}
+    trainer = Trainer(model, nn.MSELoss(), "sgd", mem_limit="2GB", method="streamed", **options)
+    result = trainer.fit((x, y), (x, y))
+    assert "it uses a tensor that a call of " in "".join(result.plan.reasons)
+    found = (model if isinstance(model, nn.Module) else nn.Sequential(*model)).state_dict()
+    assert [name for name, one in expected.state_dict().items() if not torch.equal(one, found[name])] == []
+    with torch.no_grad():
+        assert result.test_loss == pytest.approx(float(nn.functional.mse_loss(expected(x), y)), rel=1e-6)
+    assert trainer.evaluate((x, y)).loss == pytest.approx(result.test_loss, rel=1e-6)
+
+
+class Positions(nn.Module):
+    """Makes its positions when it first sees rows of a length, as older models of transformers do, in every way."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.known = nn.Parameter(torch.ones(8)), None
+        self.register_buffer("frequency", torch.ones(8), persistent=False)
+
+    def forward(self, x):
+        if self.known is None or self.known.shape[0] != x.shape[1]:
+            self.known = torch.arange(x.shape[1]) * self.frequency + x.new_ones(8) + torch.zeros_like(x[0])
+        return self.weight * x * self.known
+
+
+class TwicePositions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = Positions(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(self.layer(self.layer(x)))
+
+
+def test_what_a_layer_keeps_that_depends_on_no_row_and_no_weight_does_not_join_its_calls():
+    assert len(trace(TwicePositions(), (8,), torch.float32)) == 3
