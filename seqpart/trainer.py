@@ -43,6 +43,7 @@ from seqpart.options import Options
 from seqpart.plan.ist import preparation_of
 from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
+from seqpart.profile.fake_mode import FakeMode
 from seqpart.report.reporter import Reporter, WarningsAlone, figures, planning_shown
 from seqpart.report.trackers import load
 from seqpart.runtime.observer import BeforeUpdate, Observer
@@ -203,7 +204,7 @@ class Trainer:
 
         stack.enter_context(as_written(self.model))
         stack.enter_context(compiler_at_work(self.settings.compile))
-        model = stack.enter_context(Freezing(self.model, self.settings.frozen))
+        model = stack.enter_context(Freezing(self.model, self.settings.frozen, FakeMode()))
         if kept is not None:
             let_learn(model, kept)
         model = stack.enter_context(kept_modes(stack.enter_context(PlainTensors(model, self.device.kind))))

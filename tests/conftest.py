@@ -36,6 +36,15 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def as_many_threads_afterwards():
+    """With other threads products round otherwise: a test that compared with another process's bits failed behind one that left
+    one thread here."""
+    before = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == before
+
+
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left_behind():
     """What the tests of a module leave in this process would count against the limits of the next: 240 MB of one did.

@@ -26,12 +26,14 @@ class Part:
     """One tensor of what a model returned, as columns of the joined tensor."""
 
     shape: tuple[int, ...]
-    """Shape of the tensor, without its first dimension if that follows the rows."""
+    """Shape of the tensor, without the dimension that follows the rows."""
     dtype: torch.dtype
     width: int
     """Columns."""
     times: int = 0
-    """Its first dimension divided by the rows; 0: its shape does not follow the rows."""
+    """The dimension that follows the rows, divided by the rows; 0: its shape does not follow the rows."""
+    dim: int = 0
+    """The place of that dimension: 1 for (positions, rows, classes)."""
     stride: tuple[int, ...] = ()
     """Where it is not contiguous; 0 where it is expanded."""
     used: bool = True
@@ -58,6 +60,7 @@ class Part:
         if own.is_complex:
             rows = torch.view_as_complex(rows.contiguous().reshape(-1, 2))
         found = rows.reshape((self.times * len(columns), *self.shape) if self.times else self.shape)
+        found = found.movedim(0, self.dim) if self.dim else found
         if not self.stride:
             return torch.empty_like(found, memory_format=torch.contiguous_format).copy_(found)
         once = found[tuple(slice(None if step else 1) for step in self.stride)]
@@ -96,6 +99,8 @@ class Returned:
         for part, tensor in zip(self.parts, tensors, strict=True):
             if part.left_out:
                 continue
+            if part.dim:
+                tensor = tensor.movedim(part.dim, 0)
             if tensor.is_complex():
                 tensor = torch.view_as_real(tensor)
             flat = tensor.reshape(rows, -1) if part.times else tensor.reshape(1, -1).expand(rows, -1)
@@ -141,8 +146,8 @@ class LeftOut:
 
     def _refused(self, *_: Any, **__: Any) -> Any:
         raise ModelError(
-            f"{self._what} of what the model returns {self._why}. Let the loss compute it from tensors whose first dimension "
-            "is the rows."
+            f"{self._what} of what the model returns {self._why}. Let the loss compute it from tensors that have a "
+            "dimension of the rows."
         )
 
     __getattr__ = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refused
@@ -191,12 +196,15 @@ class _Split(torch.autograd.Function):
         for part, into, grad in zip(ctx.returned.parts, torch.split(gradient, ctx.returned.widths, 1), grads, strict=False):
             if grad is None or not part.learns:
                 continue
+            grad = grad.movedim(part.dim, 0) if part.dim else grad
             grad = torch.view_as_real(grad) if grad.is_complex() else grad
             if part.times:
                 into.copy_(grad.reshape(into.shape))
             else:  # the first row stands for all
                 into[0].copy_(grad.reshape(-1))
-        learn = [(part.times, grad) for part, grad in zip(ctx.returned.parts, grads, strict=False) if part.learns]
+        learn = [
+            (part.times * (not part.dim), grad) for part, grad in zip(ctx.returned.parts, grads, strict=False) if part.learns
+        ]
         gradient.ranges = all(  # type: ignore[attr-defined]
             times == 1 and grad is not None and (grad.stride(0), grad[0].is_contiguous()) == (ctx.shape[1], True)
             for times, grad in learn
@@ -251,7 +259,7 @@ class LossOfOutputs:
                 times = whole.itemsize // returned.dtype.itemsize
                 own = (columns[number][:, ::times] > 0).to(whole).contiguous().view(returned.dtype)
                 columns[number] = own.to(output.dtype)
-            elif not part.times or (part.stride and not part.stride[0]) or (self._loss is None and not part.used):
+            elif not part.times or (part.stride and not part.stride[part.dim]) or (self._loss is None and not part.used):
                 columns[number] = torch.full_like(columns[number], 0.5)
         return torch.cat(columns, 1).to(other if rounds else output.dtype)
 

@@ -80,6 +80,8 @@ class Outputs:
         self._kept: dict[bool, _Kept] = {}
         self._fixed: set[tuple[bool, int | str]] = set()
         """(mode, number or name) of tensors whose first dimension does not follow the rows."""
+        self._alone: set[tuple[bool, int | str]] = set()
+        """(mode, number or name) of those that are all that the model returns, and seem to be of rows."""
         self._compares: set[tuple[bool, int | str]] = set()
         """(mode, number or name) of those that compare rows with each other."""
         self._rows = 0
@@ -109,7 +111,7 @@ class Outputs:
         name = recorder.name(tensor)
 
         def follows(number: int) -> bool:
-            of_rows = self._is_of_rows(recorder.shapes[number], number, recorder, training)
+            of_rows = self._dim_of_rows(recorder.shapes[number], number, recorder, training) is not None
             return of_rows and (training, number) not in self._compares
 
         if isinstance(name, str) or follows(name) or name not in following(ROWS, recorder.ops):  # the last looks at all ops
@@ -118,10 +120,26 @@ class Outputs:
         self._computes |= found is not None
         return found
 
-    def _is_of_rows(self, shape: Sequence[int], name: int | str, recorder: Recorder, training: bool) -> bool:
-        """True if the first dimension of a tensor of that shape and number or name seems to follow the rows."""
+    def _dim_of_rows(self, shape: Sequence[int], name: int | str, recorder: Recorder, training: bool) -> int | None:
+        """Returns the dimension of a tensor of that shape and number or name that seems to follow the rows: the first, or else
+        the only other one of that size."""
         rows = recorder.shapes[ROWS][0]
-        return bool(shape) and shape[0] > 0 and not shape[0] % rows and (training, name) not in self._fixed
+        if shape and shape[0] > 0 and not shape[0] % rows and (training, name) not in self._fixed:
+            return 0
+        return [*shape[1:]].index(rows) + 1 if [*shape[1:]].count(rows) == 1 else None
+
+    def _is_alone(self, found: Any, recorder: Recorder, training: bool) -> bool:
+        """True for a tensor of rows, which is not joined. Raises OtherRows if it seemed to be one for other rows."""
+        if not isinstance(found, torch.Tensor) or (self._found if not training else training in self._found):
+            return False
+        rows, key = recorder.shapes[ROWS][0], (training, recorder.name(found))
+        alone = bool(found.ndim) and key not in self._fixed and (len(found) == rows or rows not in found.shape)
+        if not alone and key in self._alone:
+            self._alone.remove(key)
+            self._fixed.add(key)
+            raise OtherRows
+        self._alone |= {key} if alone else set()
+        return alone
 
     def prepare(
         self, found: Any, recorder: Recorder, *, training: bool, total: torch.Tensor | None = None
@@ -131,7 +149,7 @@ class Outputs:
         total: the model's own loss. Raises ModelError if the loss takes what it returns in training and not what it returns in
         evaluation, OtherRows, Differs.
         """
-        if isinstance(found, torch.Tensor) and (training or not self._found):
+        if self._is_alone(found, recorder, training):
             return None
         rows, tensors = recorder.shapes[ROWS][0], [leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)]
         if not tensors:
@@ -217,7 +235,7 @@ class Outputs:
         name = recorder.name(tensor)
         if (training, name) in self._compares:
             return COMPARES
-        if self._is_of_rows(tensor.shape, name, recorder, training):
+        if self._dim_of_rows(tensor.shape, name, recorder, training) is not None:
             return ""
         return OF_BATCH if name in following(ROWS, recorder.ops) else ""
 
@@ -257,16 +275,15 @@ class Outputs:
         return tuple(found)
 
     def _part(self, tensor: torch.Tensor, recorder: Recorder, training: bool, dtype: torch.dtype) -> Part:
-        rows = recorder.shapes[ROWS][0]
-        of_rows = self._is_of_rows(tensor.shape, recorder.name(tensor), recorder, training)
-        shape = tuple(tensor.shape[1:] if of_rows else tensor.shape)
-        times = tensor.shape[0] // rows if of_rows else 0
-        width = tensor.numel() // rows if of_rows else tensor.numel()
+        rows, dim = recorder.shapes[ROWS][0], self._dim_of_rows(tensor.shape, recorder.name(tensor), recorder, training)
+        shape = tuple(size for place, size in enumerate(tensor.shape) if place != dim)
+        times = 0 if dim is None else tensor.shape[dim] // rows
+        width = tensor.numel() if dim is None else tensor.numel() // rows
         if tensor.is_complex():
             width *= 2
         elif not tensor.is_floating_point():
             width = width * carried(tensor.dtype, dtype).itemsize // dtype.itemsize
-        return Part(shape, tensor.dtype, width, times, _stride(tensor))
+        return Part(shape, tensor.dtype, width, times, dim or 0, _stride(tensor))
 
     def _compare(self, found: Any, tensors: Sequence[torch.Tensor], recorder: Recorder, training: bool) -> None:
         """Compares with the run of other rows. Raises OtherRows, ModelError, Differs."""
@@ -287,8 +304,9 @@ class Outputs:
             joined, described.parts, self._parts(joined, recorder, training, described.dtype), strict=True
         ):
             name = (training, recorder.name(tensor))
-            if other.times != part.times or (other.shape != part.shape and name not in self._compares):
-                (self._fixed if other.times != part.times else self._compares).add(name)
+            moved = (other.times, other.dim) != (part.times, part.dim)
+            if moved or (other.shape != part.shape and name not in self._compares):
+                (self._fixed if moved else self._compares).add(name)
                 self._found.clear()
                 raise OtherRows
             if other.shape != part.shape:

@@ -10,6 +10,7 @@ from seqpart.capture.inputs import Form, in_types, nbytes_of, repacked
 from seqpart.data.labels import in_one, refuse_infinite
 from seqpart.data.splits import ROWS_AT_ONCE, Split
 from seqpart.model.freezing import parameters_of
+from seqpart.profile.fake_mode import FakeMode
 
 
 def in_type_of(like: object, rows: Split) -> Split:
@@ -24,7 +25,8 @@ def in_type_of(like: object, rows: Split) -> Split:
         label_types = _types_like(like.label_form, like.labels.dtype, label_form, label_type)
     else:
         parts = {id(part): (part, number) for number, part in enumerate(like if isinstance(like, list | tuple) else [like])}
-        found = (one for each in parts.values() for _, one in parameters_of(*each))
+        mode = FakeMode()
+        found = (one for each in parts.values() for _, one in parameters_of(*each, mode))
         taken = {one.dtype for one in found if one.is_floating_point() or one.is_complex()}
         types = [_type_for(taken, one) for one in _types_of(form, dtype)]
         label_types = [_type_for({one for one in taken if one.itemsize > 2}, one) for one in _types_of(label_form, label_type)]

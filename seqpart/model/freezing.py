@@ -79,10 +79,13 @@ def _pair(text: str) -> tuple[str, Time]:
 
 class Freezing:
     """A context in which those parameters of a model (a module, or a list of modules and factories) require gradients that
-    learn at any time of the run; its value is the model. Afterwards each requires them as before."""
+    learn at any time of the run; its value is the model. Afterwards each requires them as before.
 
-    def __init__(self, model: object, frozen: Frozen) -> None:
-        self._model, self._frozen = model, frozen
+    mode: for what factories make.
+    """
+
+    def __init__(self, model: object, frozen: Frozen, mode: FakeTensorMode) -> None:
+        self._model, self._frozen, self._mode = model, frozen, mode
         self._before: list[tuple[nn.Parameter, bool]] = []
 
     def __enter__(self) -> object:
@@ -91,7 +94,7 @@ class Freezing:
         several = isinstance(self._model, list | tuple)
         parts: list[Any] = [*self._model] if isinstance(self._model, list | tuple) else [self._model]
         named = [
-            [(name, f"{n}.{name}" if several else name, one) for name, one in parameters_of(part, n)]
+            [(name, f"{n}.{name}" if several else name, one) for name, one in parameters_of(part, n, self._mode)]
             for n, part in enumerate(parts)
         ]
         names = dict[int, list[str]]()
@@ -123,12 +126,12 @@ class Freezing:
         self._before = []
 
 
-def parameters_of(part: object, number: int) -> Iterator[tuple[str, Any]]:
-    """Yields the parameters by name of a module, or fake ones of what a factory makes, which is block `number`."""
+def parameters_of(part: object, number: int, mode: FakeTensorMode) -> Iterator[tuple[str, Any]]:
+    """Yields the parameters by name of a module, or those in `mode` of what a factory makes, which is block `number`."""
     if isinstance(part, nn.Module):
         yield from part.named_parameters(remove_duplicate=False)
     elif callable(part):
-        tensors = Block(number, str(number), part).fake(FakeTensorMode())[1]
+        tensors = Block(number, str(number), part).fake(mode)[1]
         yield from ((name, tensor) for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter))
 
 

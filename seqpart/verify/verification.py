@@ -40,6 +40,7 @@ from seqpart.model.packs import tiers_in_words
 from seqpart.model.quantized import PlainTensors
 from seqpart.model.tiling import first_that_fits
 from seqpart.plan.plan import Plan
+from seqpart.profile.fake_mode import FakeMode
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phase import PhaseKind
 from seqpart.schedule.phases import counted
@@ -124,7 +125,7 @@ def verify(
         options |= {"padding": None, "batch_size": asked.settings.batch_size, "shuffle": asked.settings.shuffle}
         stack.enter_context(as_written(model))
         ways, model = asked.ways(reuse), stack.enter_context(PlainTensors(original(model), asked.device.kind))
-        model = stack.enter_context(kept_modes(stack.enter_context(Freezing(model, asked.settings.frozen))))
+        model = stack.enter_context(kept_modes(stack.enter_context(Freezing(model, asked.settings.frozen, FakeMode()))))
         limited, trainer = first_that_fits(stack, model, ways, planned)
         _refuse_plan(limited, steps, reference, reuse)
         found = _compared(limited, trainer, rows, steps, reference, sweep, reporter, folder / "tensor", model)

@@ -116,6 +116,18 @@ CASES = {
         lambda out, y: F.cross_entropy(out[0], y) + out[1].softmax(1).square().sum(1).mean(),
     ),
     "one tensor in a tuple": (lambda net, h, s, v: (s,), lambda out, y: F.cross_entropy(out[0], y)),
+    "a loss and nothing else": (lambda net, h, s, v: s.square().mean() + (v - 1).abs().mean(), lambda out, y: 2 * out),
+    **{
+        f"{count} positions first, then rows": (
+            lambda net, h, s, v, count=count: h.view(len(h), count, -1).transpose(0, 1).contiguous(),
+            lambda out, y: F.cross_entropy(out.flatten(0, 1), y.repeat(len(out)) % out.shape[2]),
+        )
+        for count in (2, 4, 8)
+    },
+    "rows second beside rows first": (
+        lambda net, h, s, v: (s, h.view(len(h), 4, 4).transpose(0, 1)),
+        lambda out, y: F.cross_entropy(out[0], y) + out[1].mul(2)[1].square().mean(),
+    ),
     "the same tensor twice": (lambda net, h, s, v: (s, s), lambda out, y: F.cross_entropy(out[0] + out[1], y)),
 }
 
