@@ -41,6 +41,10 @@ CONSTANTS = (
 """Types of values that hold no tensors."""
 
 
+_CALLS = nn.Module.__call__.__code__.co_filename
+"""The file of torch that calls forward."""
+
+
 class Inside(Exception):
     """An error while recording inside an opened module, which is not a block; None: the model."""
 
@@ -265,7 +269,10 @@ class Recorder(TorchFunctionMode):
                 return Ref(self._numbers[id(leaf)])
             if self._again or (type(leaf) is torch.Tensor and not leaf.requires_grad):
                 return leaf  # made before the model ran, and no buffer of it
-            raise TypeError("it takes a tensor that is neither a parameter nor a buffer of the model, and requires grad")
+            raise TypeError(
+                "it takes a tensor that requires grad and is not found in the model, as a weight of a layer in a plain list is "
+                "(nn.ModuleList holds layers)"
+            )
         if isinstance(leaf, torch.device):
             return OfDevice()
         if isinstance(leaf, CONSTANTS) or (callable(leaf) and not isinstance(leaf, nn.Module)):
@@ -311,7 +318,7 @@ class Recorder(TorchFunctionMode):
         found, mine = "", str(Path(__file__).parent)
         while frame is not None:
             name = frame.f_code.co_filename
-            if not name.startswith(mine) and frame.f_locals.get("self") is module:
+            if not name.startswith(mine) and name != _CALLS and frame.f_locals.get("self") is module:
                 found = f", {name}:{frame.f_lineno}"
                 break
             frame = frame.f_back

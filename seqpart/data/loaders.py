@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from seqpart.config import Config
 from seqpart.data.padding import Padding, Sizes, padded, padded_source, sizes_of_batch, sizes_of_item, tokenizer_says
 from seqpart.data.source import RowTaker, Source, SourceReader, generators_kept, kept_type
-from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_pair, as_split, is_pair, spread, tested_on
+from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_pair, as_split, is_pair, split_of, spread, tested_on
 from seqpart.data.workers import Job, Part, empty, fill
 from seqpart.errors import DataError, OptionError
 from seqpart.fields import values_of
@@ -298,7 +298,7 @@ def _some(source: Source, draws: Any) -> Sequence[torch.Tensor]:
 
     def read() -> list[torch.Tensor]:
         pieces = SourceReader(source).read(draws, 0, numbers)
-        return [rows for piece in pieces for rows in as_split(piece, source.name).open()]
+        return [rows for piece in pieces for rows in split_of(*piece, source.name).open()]
 
     with generators_kept():
         first, again = read(), read()
@@ -334,7 +334,7 @@ def _first(source: Source, draws: Any) -> tuple[Split, torch.dtype]:
     """Returns the first rows, and the type in which all rows are transferred."""
     count = min(source.count, source.batch if source.collate is not None else ROWS_AT_ONCE)
     x, y = next(iter(SourceReader(source).read(draws, 0, range(count))))
-    like = as_split((x, y), source.name)
+    like = split_of(x, y, source.name)
     _refuse_batches(source, like)
     return like, kept_type(x, like)
 

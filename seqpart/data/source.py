@@ -13,7 +13,7 @@ import torch
 from seqpart.capture.inputs import PADS, as_tensor, described, is_several, refuse_text
 from seqpart.data.reader import Ints
 from seqpart.data.row_types import in_type_of
-from seqpart.data.splits import Split, as_split, copy_rows, parted, unreadable
+from seqpart.data.splits import Split, copy_rows, parted, split_of, unreadable
 from seqpart.device.device import Device, keyed_seed
 from seqpart.errors import DataError, SeqpartError
 from seqpart.model.loss_probe import generators_left_alone
@@ -278,7 +278,7 @@ class RowTaker:
     def take(self, x: Any, y: Any, rows: torch.Tensor, labels: torch.Tensor, said: str) -> int:
         """Copies rows to the beginning of `rows`, (n, *shape), and `labels`; returns how many. Raises DataError."""
         like = self._like
-        split = in_type_of(like, as_split((x, y), like.name))
+        split = in_type_of(like, split_of(x, y, like.name))
         for what, found, expected in (("rows", split.shape, like.shape), ("labels", split.labels.shape[1:], self.label_shape)):
             if tuple(found) != expected:
                 several = what == "rows" and bool(like.form)

@@ -63,8 +63,8 @@ def as_pair(data: object, said: str) -> object:
             raise DataError(f"{said}: found several data sets: {', '.join(data)}. Give one of them, as data['train'].")
         x, y = labels_apart(data, said)
         return x, y if hasattr(y, "shape") or isinstance(y, Mapping) else np.asarray(y)
-    if isinstance(data, tuple | list) and len(data) > 2 and all(len(getattr(part, "shape", ())) for part in data):
-        return parted(data, said)
+    if isinstance(data, tuple | list) and len(data) > 2 and all(len(getattr(part, "shape", ())) for part in data[:-1]):
+        return parted(data, said) if len(getattr(data[-1], "shape", ())) or isinstance(data[-1], Mapping) else data
     return data
 
 
@@ -98,9 +98,13 @@ def is_pair(data: object) -> TypeGuard[Sequence[Any]]:
     x, y = data
     if hasattr(x, "shape"):
         return hasattr(y, "shape") or (are_several(y) and bool(y))
-    # Beside an x of several tensors: two items of a list may look the same, and count as items.
-    by_name = isinstance(y, Mapping) and isinstance(x, Mapping) and "labels" not in x and bool(y)
-    return is_several(x) and (hasattr(y, "shape") or by_name)
+    if not is_several(x) or hasattr(y, "shape") or not are_several(y) or not y:
+        return is_several(x) and hasattr(y, "shape")
+    # Two dicts with labels, or two tuples in a list, are two items.
+    by_name = isinstance(x, Mapping) and not {"label", "labels"} & set(x)
+    parts = [part for one in (x, y) for part in (one.values() if isinstance(one, Mapping) else one)]
+    alike = isinstance(data, tuple) and len({(getattr(part, "shape", ()) or (0,))[0] for part in parts}) == 1
+    return by_name or (not isinstance(x, Mapping) and (isinstance(y, Mapping) or alike))
 
 
 def kind_of(item: object) -> str:
@@ -208,7 +212,7 @@ def as_split(data: object, name: str) -> Split:
     if isinstance(data, Split):
         split = _known_dtype(data)
     elif is_pair(data):
-        split = (_from_pair if hasattr(data[0], "shape") else _from_several)(data[0], data[1], name)
+        return split_of(data[0], data[1], name)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         split = _from_items(data, name)
     elif isinstance(data, DataLoader):
@@ -221,6 +225,15 @@ def as_split(data: object, name: str) -> Split:
             f"{name} data: expected a pair (x, y) of tensors or arrays, or a data set with len() and [i]; "
             f"found {type(data).__name__}."
         )
+    return _with_rows(split, name)
+
+
+def split_of(x: Any, y: Any, name: str) -> Split:
+    """Returns a Split of the x and the labels y of all rows, each one tensor or several, see `as_split`. Raises DataError."""
+    return _with_rows((_from_pair if hasattr(x, "shape") else _from_several)(x, y, name), name)
+
+
+def _with_rows(split: Split, name: str) -> Split:
     if not split.count:
         raise DataError(f"{name} data: the set is empty. Give at least one row.")
     if not prod(split.shape):

@@ -14,12 +14,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from seqpart.capture.inputs import is_several
 from seqpart.data.source import generators_kept
 from seqpart.data.splits import Split, is_pair
 
 
 def with_zeros(data: Any) -> tuple[Any, bool]:
     """Returns data with a 0 as the label of each row, and true; or data that have labels as they are, and false."""
+    if isinstance(data, tuple) and _is_alone(data) and is_several(data[0]) and not isinstance(data[0], Mapping):
+        return (data[0], np.zeros(len(data[0][0]), np.int64)), True
     if not _is_bare(data):
         return data, False
     if isinstance(data, torch.Tensor | np.ndarray):

@@ -130,6 +130,10 @@ _OTHER_WORDS = {
         "it asks for gradients in its forward pass (torch.autograd.grad), where none are recorded",
         "Let one layer compute it under torch.enable_grad(): evaluation records no gradients.",
     ),
+    "register a hook on a tensor that doesn't require gradient": (
+        "it puts a hook on a tensor that has no gradient in a pass without a graph, which training makes too",
+        "Ask before: if tensor.requires_grad: tensor.register_hook(...).",
+    ),
 }
 """{part of an error of torch: (what it means, its cure)}."""
 

@@ -65,6 +65,7 @@ class _Taken:
         """Replaces the tensor in the module by an empty one."""
         empty = torch.empty(0, dtype=self.tensor.dtype, device=self.piece.device)
         if not self.places:
+            self.tensor.grad = None  # of an earlier backward: a plain loop begins with zero_grad
             self.tensor.data = empty
             return
         self.given, self.tensor = TensorWeakRef(self.tensor), empty

@@ -22,7 +22,10 @@ _BRANCH = "branches on a value (a tensor in an `if` or an `assert`)"
 _SHAPE = "makes a shape of values (a mask as an index, nonzero, unique)"
 _CTC = "calls F.ctc_loss, whose memory depends on the labels"
 BY_NAME = "looks a value up by its name, where it gets one tensor: what a model returns as `logits` or `out` of several"
-_GRAPH = "goes back through a tensor of the network that it was not given (features that a hook or an attribute keeps)"
+_GRAPH = (
+    "goes back through a tensor of the network that it was not given (features that a hook or an attribute keeps), or that it "
+    "kept from an earlier batch (a running mean)"
+)
 _BETWEEN = "asks for the gradient of one output of the model with respect to another, which are apart here"
 _CURES = {
     _BETWEEN: "Let the model compute that gradient and return it, or what depends on it.",
@@ -32,7 +35,7 @@ _CURES = {
     _SHAPE: "Multiply by the mask and return (sum, count), or label what does not count -100, which cross-entropy leaves out.",
     _CTC: "Let a layer of the model compute it: give the labels as an input of a row too, and return the loss of each row.",
     BY_NAME: "Let the model return a dict with that name.",
-    _GRAPH: "Let the model return it too, beside its output.",
+    _GRAPH: "Let the model return it too, beside its output, or keep it in a buffer that a layer of the model changes.",
 }
 _OF_ONE_HOT = ("for target with class probabilities", "to match target batch_size")
 _ONE_HOT_LABELS = " If labels are one-hot rows of whole numbers, give their classes (y.argmax(1)) or floats (y.float())."

@@ -1,5 +1,6 @@
 """Modules given alive: empty while a run lasts, and what they were when it does not end well."""
 
+import copy
 import gc
 import os
 import re
@@ -446,3 +447,25 @@ def test_a_trained_model_is_saved_by_torch_and_by_safetensors_like_any_other(met
     tensors = model.state_dict().values()
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("method", ["full", "streamed"])
+def test_gradients_of_an_earlier_backward_are_gone_as_behind_zero_grad(method, tmp_path):
+    """A loss that reads the weights ended with torch's words for a gradient of another size."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(16, 8), torch.arange(16) % 3
+    expected = copy.deepcopy(model)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, fused=True)
+
+    def loss(output, labels, own=model):
+        read = sum(one.abs().sum() for one in own.parameters()) if method == "full" else 0
+        return nn.functional.cross_entropy(output, labels) + 0.01 * read
+
+    for at in (0, 8):
+        loss(expected(x[at : at + 8]), y[at : at + 8], expected).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    options = {"batch_size": 8, "micro_batch_size": 8, "epochs": 1, "lr": 0.1, "shuffle": False, "quiet": True}
+    Trainer(model, loss, "sgd", mem_limit="2GB", method=method, output_dir=tmp_path / "run", **options).fit((x, y))
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))

@@ -290,6 +290,31 @@ def test_what_is_the_same_at_every_step_is_done_as_in_a_plain_loop(kind, tmp_pat
     same(expected, model)
 
 
+class Holding(nn.Module):
+    """Holds a layer, or several in a plain list."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = held if isinstance(held, list) else nn.Sequential(held)
+        self.every = nn.ParameterList(one for part in self.held for one in part.parameters())
+
+    def forward(self, x):
+        for part in self.held:
+            x = part(x)
+        return x
+
+
+class Hooks(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 3)
+
+    def forward(self, x):
+        found = super().forward(x)
+        if self.training:
+            found.register_hook(lambda gradient: gradient)
+        return found
+
+
 @pytest.mark.parametrize(
     ("build", "x", "words"),
     [
@@ -300,9 +325,15 @@ def test_what_is_the_same_at_every_step_is_done_as_in_a_plain_loop(kind, tmp_pat
             "its gradients are sparse, .* sparse=False",
         ),
         (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 16))), None, r"parametrizations\.spectral_norm"),
+        (lambda: Holding(nn.utils.spectral_norm(nn.Linear(8, 16))), None, r"parametrizations\.spectral_norm"),
+        (lambda: Holding(Hooks()), None, r"a hook .* without a graph.* Ask before: if tensor\.requires_grad"),
+        (lambda: Holding([nn.Linear(8, 3)]), None, "is not found in the model, as a weight of a layer in a plain list"),
         (lambda: list(norm_twice()), None, "running_mean is 1.running_mean|is of a module that is called twice"),
     ],
-    ids=["one number a row", "sparse rows", "sparse gradients", "old spectral norm", "norm called twice"],
+    ids=[
+        "one number a row", "sparse rows", "sparse gradients", "old spectral norm", "the same inside", "a hook",
+        "layers in a list", "norm called twice",
+    ],
 )  # fmt: skip
 def test_what_is_refused_is_blamed_on_what_it_is_and_the_cure_helps(build, x, words, tmp_path):
     labels = torch.arange(32) % 3

@@ -5,6 +5,7 @@ on to a forward with **kwargs, which left it unused."""
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from seqpart import Trainer
 from seqpart.errors import DataError, ModelError
@@ -118,3 +119,52 @@ def test_inputs_by_name_may_come_in_any_order():
         assert session.step(({"left": X[:8], "right": X[8:16]}, Y[:8])) == first
     items = [{"left": a, "right": a} if i % 2 else {"right": a, "left": a} for i, a in enumerate(X)]
     assert trainer().plan([(item, int(y)) for item, y in zip(items, Y, strict=True)]).method == "full"
+
+
+def several(x_by_name, y_by_name, *, at=None):
+    """Two inputs and two labels, of all rows or of one."""
+    inputs, labels = (X, X.flip(0)), (X[:, :3], X[:, 1:])
+    inputs, labels = ((one, other) if at is None else (one[at], other[at]) for one, other in (inputs, labels))
+    x = dict(zip(("left", "right"), inputs, strict=True)) if x_by_name else inputs
+    return x, dict(zip("ab", labels, strict=True)) if y_by_name else labels
+
+
+def both(output, labels):
+    one, other = labels.values() if isinstance(labels, dict) else labels
+    return nn.functional.mse_loss(output, one) + nn.functional.mse_loss(output.exp(), other)
+
+
+@pytest.mark.parametrize("y_by_name", [True, False], ids=["labels by name", "labels in order"])
+@pytest.mark.parametrize("x_by_name", [True, False], ids=["inputs by name", "inputs in order"])
+def test_several_inputs_go_with_several_labels_however_they_are_given(x_by_name, y_by_name, tmp_path):
+    """A loader of pairs of tuples ended with numpy's words for unlike shapes, and pairs of dicts were asked to be pairs."""
+    items = [several(x_by_name, y_by_name, at=row) for row in range(len(X))]
+    given = {"all": several(x_by_name, y_by_name), "items": items, "loader": DataLoader(items, batch_size=8)}
+    if y_by_name and not x_by_name:
+        given["labels last"] = (*given["all"][0], given["all"][1])
+    losses = set()
+    for name, data in given.items():
+        torch.manual_seed(0)
+        options = {"mem_limit": "2GB", "method": "full", "batch_size": 8, "epochs": 1, "shuffle": False, "quiet": True}
+        losses |= {Trainer(Two(), both, **options, output_dir=tmp_path / name).fit(data).train_losses}
+    assert len(losses) == 1
+
+
+def test_several_inputs_without_labels_are_a_tuple_in_a_tuple(tmp_path):
+    """The refusal of others said "a tuple in order", and no tuple was taken."""
+
+    class Both(Two):
+        def forward(self, left, right):
+            return self.left(left), self.right(right)
+
+    def far(found):
+        return nn.functional.mse_loss(*found)
+
+    options = {"mem_limit": "2GB", "method": "full", "batch_size": 8, "epochs": 1, "quiet": True}
+    losses = []
+    for number, data in enumerate([((X, X.flip(0)),), {"left": X, "right": X.flip(0)}]):
+        torch.manual_seed(0)
+        losses.append(Trainer(Both(), far, **options, output_dir=tmp_path / str(number)).fit(data).train_losses)
+    assert losses[0] == losses[1]
+    with pytest.raises(DataError, match=r"where rows have no labels, fit\(\(\(a, b\),\)\)"):
+        Trainer(Both(), far, **options).plan((X, X))

@@ -1,12 +1,15 @@
 """Slots are few, large enough and never two partitions' at once; who takes one gets the wait for it along."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from seqpart.device.device import Device
 from seqpart.device.pages import PAGE, round_up
-from seqpart.runtime.slots import Slots, at_once
+from seqpart.errors import ModelError
+from seqpart.runtime.slots import Slots, at_once, bring_back
 
 sizes = st.integers(0, 20).map(lambda pages: pages * PAGE + 1)
 moves = st.lists(st.one_of(sizes, st.none()), max_size=40)
@@ -110,3 +113,12 @@ def test_a_slot_whose_memory_was_refused_is_there_for_who_asks_again():
     with pytest.raises(MemoryError):
         slots.take(0, PAGE)
     assert len(slots.take(0, PAGE).buffer) == PAGE
+
+
+def test_a_buffer_that_took_another_size_in_the_first_forward_is_named_with_the_cure():
+    """As an observer of torch.ao's quantization: a loss whose graph reaches other layers was blamed."""
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("scale", torch.ones(2))
+    views = {"scale": torch.ones(1)}
+    with pytest.raises(ModelError, match=r"scale of a Linear had shape \(1,\) .* \(2,\) now.*call the model on a batch before"):
+        bring_back(layer, views)
