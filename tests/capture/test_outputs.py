@@ -412,3 +412,39 @@ def test_a_models_own_loss_may_take_more_than_its_output(model, data, tmp_path):
             optimizer.step()
     trained(model, "model", data, tmp_path, micro_batch_size=BATCH)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+class Connected(nn.Module):
+    """The loss of each row by CTC, as the refusal of F.ctc_loss in a loss says."""
+
+    def forward(self, scores, targets, lengths):
+        whole = torch.full_like(lengths, scores.shape[1])
+        found = F.ctc_loss(scores.transpose(0, 1), targets, whole, lengths, reduction="none", zero_infinity=True)
+        return found / lengths
+
+
+class Speech(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.over_time, self.head = nn.Linear(12, 16), nn.GRU(16, 16, batch_first=True), nn.Linear(16, 7)
+        self.loss = Connected()
+
+    def forward(self, x, targets, lengths):
+        return self.loss(self.head(self.over_time(self.body(x).relu())[0]).log_softmax(-1), targets, lengths)
+
+
+@pytest.mark.parametrize("method", ["streamed", "checkpointed"])
+@pytest.mark.few(1)
+def test_a_layer_computes_the_loss_of_each_row_by_ctc(method, tmp_path):
+    torch.manual_seed(0)
+    x = {"x": torch.randn(ROWS, 10, 12), "targets": torch.randint(1, 7, (ROWS, 4)), "lengths": torch.randint(1, 5, (ROWS,))}
+    model = Speech()
+    expected = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    for at in range(0, ROWS, BATCH):
+        optimizer.zero_grad()
+        expected(**{name: part[at : at + BATCH] for name, part in x.items()}).mean().backward()
+        optimizer.step()
+    result = trained(model, lambda losses: losses.mean(), None, tmp_path, x=x, epochs=1, micro_batch_size=BATCH, method=method)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+    assert result.test_loss == pytest.approx(expected(**x).mean().item(), rel=1e-5)
