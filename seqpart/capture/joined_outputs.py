@@ -7,7 +7,7 @@ is computed again from some that are, with the loss (see sources.py), if functio
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -234,11 +234,13 @@ class LossOfOutputs:
         return self._by_width[output.shape[1]].taken_from(output) if isinstance(output, torch.Tensor) else output
 
     def scores(self, output: torch.Tensor, labels: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns scores and labels for the accuracy: those of the loss, else of the logits, or the first tensor."""
-        found = self.returned(output)
+        """Returns scores and labels for the accuracy: those of the loss, or of the logits or first tensor, rows first."""
         if callable(own := getattr(self._loss, "scores", None)):
-            scores: tuple[torch.Tensor, torch.Tensor] | None = own(found, labels)
+            scores: tuple[torch.Tensor, torch.Tensor] | None = own(self.returned(output), labels)
             return scores
+        returned = self._by_width[output.shape[1]]
+        parts = tuple(replace(part, dim=0, stride=()) if part.dim else part for part in returned.parts)
+        found = replace(returned, parts=parts).taken_from(output)
         named = by_name(found)
         first = next((named[name] for name in ("logits", "out") if name in named), None)
         first = (

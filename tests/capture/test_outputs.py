@@ -414,6 +414,34 @@ def test_a_models_own_loss_may_take_more_than_its_output(model, data, tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
 
 
+class TimeFirst(nn.Module):
+    """Predicts tokens with positions in the first dimension, as the layers of nn.Transformer have them by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(9, 16), nn.Linear(16, 16), nn.Linear(16, 9)
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embed(tokens.t())).relu())
+
+
+@pytest.mark.parametrize("length", [BATCH, 5])
+def test_the_accuracy_of_outputs_with_positions_first_counts_each_row_with_its_own_labels(length, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randint(0, 9, (ROWS, length))
+    model = TimeFirst()
+    result = trained(
+        model,
+        lambda out, y: F.cross_entropy(out.flatten(0, 1), y.t().flatten()),
+        None,
+        tmp_path,
+        x=(x, x),
+        micro_batch_size=BATCH,
+    )
+    assert 0.2 < (right := (model(x).argmax(-1) == x.t()).float().mean().item()) < 0.9
+    assert result.accuracy == pytest.approx(right, abs=1e-6)
+
+
 class Connected(nn.Module):
     """The loss of each row by CTC, as the refusal of F.ctc_loss in a loss says."""
 
