@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import torch
 import xxhash
 from msgspec import Meta
 
@@ -83,6 +84,8 @@ class State(msgspec.Struct, kw_only=True):
     """True if it is of a session, whose data only its owner knows: it has the digests of none."""
     gathers: bool = False
     """True if each of several processes trained partitions of its own."""
+    threads: Whole | None = None
+    """Threads of the processor that computed; None: an earlier version did not say."""
     loop: LoopState = msgspec.field(default_factory=LoopState)
 
 
@@ -201,6 +204,9 @@ class ResumePoint:
         before, found = max(micro_batches), max(stage.micro_batch for stage in prepared.stages)
         if found != before:
             self.said.append(f"the micro-batch was {before}, is {found}, which gives other bits")
+        threads = torch.get_num_threads()
+        if state.threads not in (None, threads) and planner.device.torch.type == "cpu":
+            self.said.append(f"the threads were {state.threads}, are {threads} (OMP_NUM_THREADS), which gives other bits")
         try:
             self.position = self._find_position(prepared.phases, state.tally)
         except ValueError as error:
@@ -347,6 +353,7 @@ def state_of(
             micro_batches=[stage.micro_batch for stage in prepared.stages], tally=metrics.tally(), losses=losses,
             test=test, data=data, rows=rows, layers=layers, functions=planner.functions, tuned=planner.tuned,
             label_bytes=prepared.request.label_bytes, job=job, loop=loop, session=session, gathers=_gathers(prepared.phases),
+            threads=torch.get_num_threads(),
         )
     )  # fmt: skip
 

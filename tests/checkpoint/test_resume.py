@@ -226,6 +226,15 @@ def test_a_smaller_micro_batch_that_is_asked_for_anew_is_taken(arm):
     assert any("is 1, which gives other bits" in line for line in told.said)
 
 
+def test_other_threads_are_told_since_products_round_otherwise_with_them(arm, monkeypatch):
+    """With one thread for two a small network ended with other weights, and nothing said why."""
+    stopped_after(arm, 40, save_every="1")
+    threads, told = torch.get_num_threads(), Stopping()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    arm.fit(resume=arm.root, reporter=told)
+    assert any(f"the threads were {threads}, are {threads + 1} (OMP_NUM_THREADS), which" in line for line in told.said)
+
+
 def test_sil_keeps_its_cut_and_says_so_where_that_cannot_be(arms):
     arm = arms(dropping, (12,), SIL, recovery_epochs=1)
     stopped_after(arm, 60, save_every="1")
