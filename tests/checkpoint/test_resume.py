@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 import seqpart.plan.exact as exactplan
