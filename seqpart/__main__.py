@@ -4,6 +4,7 @@ import sys
 from difflib import get_close_matches
 
 from seqpart.errors import BadInput, StoreError
+from seqpart.interrupts import nothing_begun_yet
 from seqpart.report.terminal import lasting_output
 
 COMMANDS = {
@@ -21,6 +22,7 @@ def console() -> None:
     """`seqpart train`, `plan` (a dry run), `verify`, `report` or `doctor`. Leaves with the exit code."""
     command, *arguments = sys.argv[1:] or [""]
     if command in COMMANDS:
+        nothing_begun_yet()
         from seqpart.launch.process import prepare_command
 
         prepare_command(plans=command in PLANNING)

@@ -168,7 +168,7 @@ def _as(kind: Any, value: Any, typed: bool) -> Any:
         word = value if isinstance(value, str) and value in get_args(kind) else _spelled(value)
         return word if isinstance(word, str) and word in get_args(kind) else _MISFIT
     if kind is Path or kind is str:
-        return kind(value) if isinstance(value, str | kind) else _MISFIT
+        return kind(value) if isinstance(value, str | kind) and (kind is str or value != "") else _MISFIT
     if typed and kind is bool:
         return {"yes": True, "no": False}.get(value, _MISFIT)
     if not typed and (kind is bool or isinstance(value, bool)):

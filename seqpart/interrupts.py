@@ -6,6 +6,7 @@ a run's threads work, a signal waits for the next safe point.
 """
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,36 @@ from typing import Any, Self
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 """Signals of a scheduler and of a closed terminal, which end a process that does not handle them."""
 _SIGNALS = (signal.SIGINT, *_ENDINGS)
+
+
+def nothing_begun_yet() -> None:
+    """From here on these signals end the program in words, unless they are ignored or handled: while it loads, a
+    KeyboardInterrupt would be a traceback, or lost in a library. Until `begun`."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _end_before_it_began)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def hold_back() -> None:
+    """Holds these signals back until `nothing_begun_yet`, also that of the program that replaces this one."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def begun() -> None:
+    """Ends what `nothing_begun_yet` has begun."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is _end_before_it_began:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _end_before_it_began(*_: object) -> None:
+    os.write(2, b"interrupted: nothing was begun.\n")
+    os._exit(INTERRUPTED)
+
+
+INTERRUPTED = 130
+"""Exit code of a program that a signal has ended."""
 
 
 @contextlib.contextmanager

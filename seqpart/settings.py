@@ -79,6 +79,8 @@ class Settings(Config):
 
     def _contradictions(self) -> Iterator[str]:
         """Yields a message for every pair of options that contradict each other."""
+        if self.trace is not None and self.trace.is_dir():
+            yield f"--trace: expected the name of a file; found the directory {self.trace}"
         if self.weights_partial and self.weights is None:
             yield "--weights-partial goes with --weights. Leave it out"
         own = {group for method in self.methods for group in method.options}

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 if __name__ == "__main__":
+    from seqpart.interrupts import nothing_begun_yet
+
+    nothing_begun_yet()
     from seqpart.launch.process import prepare_command
 
     prepare_command()  # before torch is loaded
@@ -22,7 +25,7 @@ from seqpart.device.device import Device
 from seqpart.device.limit import translate_oom
 from seqpart.device.ranks import begun_before, is_told, leads, started_by_torchrun
 from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, StoreError, shown
-from seqpart.interrupts import end_at_once, like_ctrl_c
+from seqpart.interrupts import INTERRUPTED, begun, end_at_once, like_ctrl_c
 from seqpart.model.weight_files import MODEL
 from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter, planning_shown
@@ -33,7 +36,6 @@ from seqpart.store.atomic import write_text
 from seqpart.trainer import Trainer
 
 PROGRAM = "python -m seqpart.train"
-INTERRUPTED = 130
 _PARSERS = ("tyro", "argparse")
 SHOWN_STEPS = 40
 PRETRAINED = "pretrained"
@@ -71,6 +73,7 @@ def _guarded(work: Callable[[], None], *, debug: bool, prints: bool) -> int:
     prints: what it prints is all that it is for, and must arrive.
     """
     atexit.register(end_at_once)
+    begun()
     with lasting_output() as output, like_ctrl_c(), printing():
         code = _ended(work, debug=debug)
         output.flush()

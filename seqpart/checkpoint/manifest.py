@@ -168,6 +168,10 @@ def load(path: Path) -> Manifest:
     except OSError as error:
         raise explained(error, path) from None
     except ValueError as error:
+        if not path.name.startswith("checkpoint"):
+            raise OptionError(
+                f"--resume: expected the directory of a run, or one of its checkpoint files; found {shown(path)}."
+            ) from None
         raise CorruptFile(f"{path} is damaged: {error}. It was not used. {_cure(path)}", path) from None
     if isinstance(body, dict) and isinstance(version := body.get("format"), int) and version != FORMAT:
         raise OptionError(

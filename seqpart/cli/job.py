@@ -16,6 +16,7 @@ from seqpart.errors import BadInput, DoesNotFit, OptionError
 from seqpart.fields import PerPartition
 from seqpart.intake import rows_of
 from seqpart.model.blocks import MOST_BLOCKS
+from seqpart.model.loss_probe import seed_all
 from seqpart.model.named_optimizers import OptimizerName
 from seqpart.plan.plan import Plan
 from seqpart.report.reporter import Reporter
@@ -185,6 +186,7 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
                 "--model: expected mlp, gpt, lenet, psnet, torchvision:NAME, timm:NAME, hf:DIR or package.module:function; "
                 f"found {job.model!r}.{nearest([job.model], ('mlp', 'gpt', 'lenet', 'psnet'))}"
             )
+        seed_all(job.seed)
         return called(job.model, "--model"), None
     _refuse_too_deep(job.depth, "")
     width = (models.GPT_WIDTH if job.model == "gpt" else models.WIDTH) if job.width is None else job.width

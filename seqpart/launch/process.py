@@ -12,6 +12,7 @@ from seqpart.device.gpu_tables import may_use_gpu, release_gpu_tables
 from seqpart.device.heap import Heap
 from seqpart.device.process_limits import limited_sizes, set_mark_back
 from seqpart.errors import OptionError, StoreError
+from seqpart.interrupts import hold_back
 
 VARIABLES = {"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "0"}
 """Read by the libraries when they load. OpenMP's threads that wait spin for microseconds, which small steps need, and then
@@ -84,6 +85,7 @@ def _restart_without_cache() -> None:
     if not Heap.can_be_kept or _NO_CACHE in tunables or words.isdisjoint(_PROGRAMS) or not words.isdisjoint(("-h", "--help")):
         return
     os.environ[_TUNABLES] = ":".join(filter(None, (tunables, f"{_NO_CACHE}=0")))
+    hold_back()  # a signal that has come is lost where the program is replaced
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

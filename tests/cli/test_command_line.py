@@ -353,3 +353,19 @@ def test_the_help_says_a_default_once_and_types_in_one_word(help_words):
     assert "None" not in help_words
     assert "--kappa FLOAT Size of the paper's synthetic labels, for objective mse. Default: 10. --" in help_words
     assert "--output-dir PATH" in help_words
+
+
+def test_a_model_of_ones_own_has_the_initial_weights_of_the_seed(tmp_path, monkeypatch, capsys):
+    """Two runs of one seed had different weights, as had a run that was killed before its first checkpoint and began anew."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "drawn.py").write_text(
+        "import random\nimport numpy as np\nimport torch\ndef net():\n"
+        "    layer = torch.nn.Linear(64, 10)\n    layer.bias.data += random.random() + np.random.rand()\n    return layer\n"
+    )
+    found = []
+    for number, seed in enumerate([5, 5, 6]):
+        words = ["--mem-limit", "2GB", "--model", "drawn:net", "--data", "digits", "--method", "full", "--max-steps", "1"]
+        ran = call(capsys, *words, "--seed", str(seed), "--output-dir", str(number), "--quiet")
+        assert ran.code == 0, ran.err
+        found.append((tmp_path / str(number) / "model.safetensors").read_bytes())
+    assert found[0] == found[1] != found[2]

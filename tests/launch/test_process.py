@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,36 @@ def test_the_command_begins_anew_without_glibcs_cache_unless_the_user_has_set_it
     command = [sys.executable, "-m", "seqpart.train", *SMALL, "--method", "full", "--dry-run"]
     subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, timeout=SECONDS, check=True)
     assert (tmp_path / "starts").read_text().splitlines() == starts
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("program", ["seqpart.train", "seqpart train"])
+@pytest.mark.few(1)
+def test_a_signal_while_the_command_loads_ends_it_in_one_line(program, how, tmp_path):
+    """It was a traceback of fifty lines, or lost where the program begins anew, and then the whole run was made."""
+    words = [sys.executable, "-m", *program.split(), *SMALL, "--method", "full"]
+    process = subprocess.Popen(words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    maps = Path(f"/proc/{process.pid}/maps")
+    while process.poll() is None and "libtorch_cpu" not in maps.read_text():
+        time.sleep(0.001)
+    process.send_signal(how)
+    _, said = process.communicate(timeout=SECONDS)
+    assert (process.returncode, said) == (130, "interrupted: nothing was begun.\n")
+
+
+def test_a_signal_outlives_the_replacement_of_the_program():
+    code = """
+import os, signal, sys
+from seqpart import interrupts
+if sys.argv[1] == "first":
+    interrupts.hold_back()
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.execv(sys.executable, [sys.executable, "-c", sys.argv[2], "second"])
+interrupts.nothing_begun_yet()
+"""
+    words = [sys.executable, "-c", code, "first", code]
+    done = subprocess.run(words, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, done.stderr) == (130, "interrupted: nothing was begun.\n")
 
 
 def test_a_script_may_have_the_process_of_the_command(tmp_path):
