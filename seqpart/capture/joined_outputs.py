@@ -7,7 +7,7 @@ is computed again from some that are, with the loss (see sources.py), if functio
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -238,15 +238,15 @@ class LossOfOutputs:
         if callable(own := getattr(self._loss, "scores", None)):
             scores: tuple[torch.Tensor, torch.Tensor] | None = own(self.returned(output), labels)
             return scores
-        returned = self._by_width[output.shape[1]]
-        parts = tuple(replace(part, dim=0, stride=()) if part.dim else part for part in returned.parts)
-        found = replace(returned, parts=parts).taken_from(output)
-        named = by_name(found)
-        first = next((named[name] for name in ("logits", "out") if name in named), None)
-        first = (
-            next((leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)), None) if first is None else first
-        )
-        return scores_of(first, labels) if isinstance(first, torch.Tensor) and isinstance(labels, torch.Tensor) else None
+        found, returned = self.returned(output), self._by_width[output.shape[1]]
+        named, every = by_name(found), [leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)]
+        first = next((named[name] for name in ("logits", "out") if name in named), every[0] if every else None)
+        if not isinstance(first, torch.Tensor) or not isinstance(labels, torch.Tensor):
+            return None
+        for leaf, ref in zip(leaves(opened(found)), leaves(opened(returned.tree)), strict=True):
+            if leaf is first and isinstance(ref, Ref) and ref.number < len(returned.parts):
+                return scores_of(first.movedim(returned.parts[ref.number].dim, 0) if first.ndim else first, labels)
+        return scores_of(first, labels)
 
     def example(self, output: torch.Tensor) -> torch.Tensor:
         """Returns random numbers as an output: whole numbers are 0 or 1, what does not follow the rows is 1/2, as is a mask

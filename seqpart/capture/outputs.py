@@ -80,6 +80,8 @@ class Outputs:
         self._kept: dict[bool, _Kept] = {}
         self._fixed: set[tuple[bool, int | str]] = set()
         """(mode, number or name) of tensors whose first dimension does not follow the rows."""
+        self._without_rows: set[tuple[bool, int | str]] = set()
+        """(mode, number or name) of tensors of which no dimension follows the rows."""
         self._alone: set[tuple[bool, int | str]] = set()
         """(mode, number or name) of those that are all that the model returns, and seem to be of rows."""
         self._compares: set[tuple[bool, int | str]] = set()
@@ -111,7 +113,7 @@ class Outputs:
         name = recorder.name(tensor)
 
         def follows(number: int) -> bool:
-            of_rows = self._dim_of_rows(recorder.shapes[number], number, recorder, training) is not None
+            of_rows = self._dim_of_rows(recorder.shapes[number], number, recorder, training) == 0
             return of_rows and (training, number) not in self._compares
 
         if isinstance(name, str) or follows(name) or name not in following(ROWS, recorder.ops):  # the last looks at all ops
@@ -124,6 +126,8 @@ class Outputs:
         """Returns the dimension of a tensor of that shape and number or name that seems to follow the rows: the first, or else
         the only other one of that size."""
         rows = recorder.shapes[ROWS][0]
+        if (training, name) in self._without_rows:
+            return None
         if shape and shape[0] > 0 and not shape[0] % rows and (training, name) not in self._fixed:
             return 0
         return [*shape[1:]].index(rows) + 1 if [*shape[1:]].count(rows) == 1 else None
@@ -304,12 +308,14 @@ class Outputs:
             joined, described.parts, self._parts(joined, recorder, training, described.dtype), strict=True
         ):
             name = (training, recorder.name(tensor))
-            moved = (other.times, other.dim) != (part.times, part.dim)
-            if moved or (other.shape != part.shape and name not in self._compares):
-                (self._fixed if moved else self._compares).add(name)
+            known = self._compares
+            if moved := (other.times, other.dim) != (part.times, part.dim):
+                known = self._fixed if other.times and part.times else self._without_rows
+            if (moved or other.shape != part.shape) and name not in known:
+                known.add(name)
                 self._found.clear()
                 raise OtherRows
-            if other.shape != part.shape:
+            if moved or other.shape != part.shape:
                 raise ModelError(
                     f"a tensor of what the model returns has shape {tuple(tensor.shape)} for {rows} rows: rows must be its "
                     "first dimension alone. Let the loss compare rows with each other."

@@ -128,6 +128,13 @@ CASES = {
         lambda net, h, s, v: (s, h.view(len(h), 4, 4).transpose(0, 1)),
         lambda out, y: F.cross_entropy(out[0], y) + out[1].mul(2)[1].square().mean(),
     ),
+    **{
+        f"constants of shape {shape}": (
+            lambda net, h, s, v, shape=shape: (s, torch.ones(shape) * net.scale),
+            lambda out, y: F.cross_entropy(out[0], y) + (out[1] - 0.5).square().mean(),
+        )
+        for shape in ((8, 4), (5, 6), (6, 4), (4, 6), (4, 4))
+    },
     "the same tensor twice": (lambda net, h, s, v: (s, s), lambda out, y: F.cross_entropy(out[0] + out[1], y)),
 }
 
