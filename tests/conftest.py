@@ -42,7 +42,9 @@ def as_many_threads_afterwards():
     one thread here."""
     before = torch.get_num_threads()
     yield
-    assert torch.get_num_threads() == before
+    found = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert found == before
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -62,6 +62,7 @@ def alike(one, other):
 
 
 @pytest.mark.few(1)
+@pytest.mark.own_process
 @pytest.mark.parametrize("make", [qwen, mixtral])
 def test_experts_one_by_one_have_the_bits_of_the_whole_layer(make, tmp_path):
     """transformers' own loop over experts adds them in their order; so do the tiles."""
@@ -75,6 +76,7 @@ def test_experts_one_by_one_have_the_bits_of_the_whole_layer(make, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.own_process
 @pytest.mark.parametrize("make", [qwen, mixtral])
 def test_grouped_products_have_the_bits_of_a_plain_loop_over_the_same_tiles(make, tmp_path):
     """The default. (The bits of its `batched_mm` differ from one plain loop to the next, on CPUs too.)"""
