@@ -8,6 +8,7 @@ a run's threads work, a signal waits for the next safe point.
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -20,7 +21,12 @@ _SIGNALS = (signal.SIGINT, *_ENDINGS)
 
 def nothing_begun_yet() -> None:
     """From here on these signals end the program in words, unless they are ignored or handled: while it loads, a
-    KeyboardInterrupt would be a traceback, or lost in a library. Until `begun`."""
+    KeyboardInterrupt would be a traceback, or lost in a library. Until `begun`.
+
+    Does nothing within another program, where torch is loaded already.
+    """
+    if "torch" in sys.modules or threading.current_thread() is not threading.main_thread():
+        return
     for number in _SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _end_before_it_began)
