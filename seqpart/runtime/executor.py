@@ -216,9 +216,8 @@ class Executor:
     def _load(self, step: Step) -> tuple[int, int]:
         if step.partition not in self._coming:
             self._begin(step)
-        partition, phase = self._coming[step.partition], self._phases[step.phase]
-        # A forward may ask for gradients itself, in evaluation too.
-        read = partition.finish_load(learns=phase.trains(step.partition) or phase.kind is PhaseKind.TEST)
+        partition = self._coming[step.partition]
+        read = partition.finish_load(learns=self._phases[step.phase].trains(step.partition))
         self._loaded[step.partition] = self._coming.pop(step.partition)
         return read, 0
 
