@@ -17,6 +17,8 @@ from typing import Any, Self
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 """Signals of a scheduler and of a closed terminal, which end a process that does not handle them."""
 _SIGNALS = (signal.SIGINT, *_ENDINGS)
+INTERRUPTED = 130
+"""Exit code of a program that a signal has ended."""
 
 
 def nothing_begun_yet() -> None:
@@ -48,10 +50,6 @@ def begun() -> None:
 def _end_before_it_began(*_: object) -> None:
     os.write(2, b"interrupted: nothing was begun.\n")
     os._exit(INTERRUPTED)
-
-
-INTERRUPTED = 130
-"""Exit code of a program that a signal has ended."""
 
 
 @contextlib.contextmanager

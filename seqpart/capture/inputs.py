@@ -143,11 +143,9 @@ def refuse_misfit(model: nn.Module, form: Form, labels: str = "") -> None:
     except TypeError as error:
         problem = str(error)
     if problem:
-        cure = (
-            f"Did you mean {' and '.join(near)}?"
-            if near
-            else ("Give each in x: a dict by name, or a tuple in order; where rows have no labels, fit(((a, b),)).")
-        )
+        cure = "Give each in x: a dict by name, or a tuple in order; where rows have no labels, fit(((a, b),))."
+        if near:
+            cure = f"Did you mean {' and '.join(near)}?"
         raise DataError(
             f"expected the inputs that {type(model).__name__} takes ({', '.join(takes)}); found {described(form)}: {problem}. "
             f"{cure}"

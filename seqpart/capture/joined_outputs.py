@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from seqpart.capture.program import OfRows, Ref, by_name, fields_of, holds_fields, leaves, opened, with_fields
+from seqpart.capture.program import OfRows, Ref, by_name, fields_of, holds_fields, leaves, opened, tensors_in, with_fields
 from seqpart.capture.segment import Segment
 from seqpart.errors import ModelError
 from seqpart.model.losses import LossFunction, scores_of
@@ -239,13 +239,14 @@ class LossOfOutputs:
             scores: tuple[torch.Tensor, torch.Tensor] | None = own(self.returned(output), labels)
             return scores
         found, returned = self.returned(output), self._by_width[output.shape[1]]
-        named, every = by_name(found), [leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)]
+        named, every = by_name(found), tensors_in(found)
         first = next((named[name] for name in ("logits", "out") if name in named), every[0] if every else None)
         if not isinstance(first, torch.Tensor) or not isinstance(labels, torch.Tensor):
             return None
-        for leaf, ref in zip(leaves(opened(found)), leaves(opened(returned.tree)), strict=True):
-            if leaf is first and isinstance(ref, Ref) and ref.number < len(returned.parts):
-                return scores_of(first.movedim(returned.parts[ref.number].dim, 0) if first.ndim else first, labels)
+        refs = zip(leaves(opened(found)), leaves(opened(returned.tree)), strict=True)
+        kept = {id(leaf): ref.number for leaf, ref in refs if isinstance(ref, Ref) and ref.number < len(returned.parts)}
+        if id(first) in kept and (dim := returned.parts[kept[id(first)]].dim):
+            first = first.movedim(dim, 0)
         return scores_of(first, labels)
 
     def example(self, output: torch.Tensor) -> torch.Tensor:

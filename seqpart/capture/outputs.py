@@ -25,7 +25,7 @@ from seqpart.capture.joined_outputs import (
     carried,
     changed,
 )
-from seqpart.capture.program import OfRows, Ref, followed, following, leaves, opened
+from seqpart.capture.program import OfRows, Ref, followed, following, tensors_in
 from seqpart.capture.recorder import CONSTANTS, Recorder
 from seqpart.capture.sources import Computed, comparing_rows, learned_through, sources_of
 from seqpart.errors import ModelError, first_line
@@ -155,7 +155,7 @@ class Outputs:
         """
         if self._is_alone(found, recorder, training):
             return None
-        rows, tensors = recorder.shapes[ROWS][0], [leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)]
+        rows, tensors = recorder.shapes[ROWS][0], tensors_in(found)
         if not tensors:
             self.why_not = (
                 f"a {type(found).__name__} is not read: expected tuples, lists, dicts, dataclasses, or tensors in them."

@@ -180,6 +180,11 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a tree, as often as they occur, also those in mappings of any kind."""
+    return [leaf for leaf in leaves(opened(tree)) if isinstance(leaf, torch.Tensor)]
+
+
 def put_into(tree: Any, known: Set[int]) -> list[torch.Tensor]:
     """Returns the tensors in `tree` that are none of `known`, by their ids, each once."""
     found = {id(leaf): leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and id(leaf) not in known}

@@ -27,6 +27,7 @@ from seqpart.capture.program import (
     needed_for,
     opened,
     put_into,
+    tensors_in,
 )
 from seqpart.capture.segment import Segment, Steps
 from seqpart.capture.unrecorded import LARGEST, HiddenPaths, Layers, ReadNumbers, why_not
@@ -150,11 +151,10 @@ class Recorder(TorchFunctionMode):
             if why := self._layers.why_not(module):
                 raise self.failed(RuntimeError(why), self._blocks[module])
             buffers = tuple(module.buffers())
-            given = [leaf for leaf in leaves(opened((args, kwargs))) if isinstance(leaf, torch.Tensor)]
 
             def run() -> Any:
                 try:
-                    with self._hidden.call(self._blocks[module], given):
+                    with self._hidden.call(self._blocks[module], tensors_in((args, kwargs))):
                         return before(module, *args, **kwargs)
                 except Exception as error:
                     if not asks_for_values(error):
@@ -219,7 +219,7 @@ class Recorder(TorchFunctionMode):
             found = run()
             changed = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
             changed += leaves(args[0]) if _writes_into_lists(function) else []
-            made = [leaf for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)]
+            made = tensors_in(found)
             put = put_into(opened(theirs), {*self._names, *map(id, [*given, *made])}) if isinstance(function, str) else []
             made += put
             if why := self._numbers_read.why_not(function, given, changed, made):
@@ -247,7 +247,7 @@ class Recorder(TorchFunctionMode):
         numbers = tuple(self._numbers[id(tensor)] for tensor in changed if id(tensor) in self._numbers)
         found = [found, *put] if put else found
         result = mapped(opened(found), lambda leaf: Ref(self.number(leaf)) if isinstance(leaf, torch.Tensor) else None)
-        returned = {id(leaf) for leaf in leaves(opened(found)) if isinstance(leaf, torch.Tensor)}
+        returned = set(map(id, tensors_in(found)))
         rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         own_autocast = None if autocast == self._autocast else autocast or torch.float32

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from seqpart.capture.program import leaves, opened
+from seqpart.capture.program import tensors_in
 from seqpart.model.inspection import OF_TORCH, Remembered, is_plain, remembered
 
 _HOOK = "a hook on a tensor between layers would be left out"
@@ -160,7 +160,7 @@ class HiddenPaths:
         """Runs a function inside a layer's call, or another function's. between: ids of tensors outside of all layers."""
         if not self._within:
             return function(*args, **kwargs)
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in given]
         found = function(*args, **kwargs)
         follows, call = function in _DRAWS, len(self._layers) - 1
@@ -173,13 +173,9 @@ class HiddenPaths:
                 self._why = f"it uses a tensor that {source} computed, and that it does not get from its caller"
             follows = follows or id(tensor) in self._taken or maker is not None or isinstance(tensor, nn.Parameter)
         if follows and getattr(function, "__name__", "") not in _BY_SHAPE:
-            made = _tensors(found) + [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
+            made = tensors_in(found) + [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
             self._of.update((id(tensor), (weakref.ref(tensor), call)) for tensor in made)
         return found
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves(opened(tree)) if isinstance(leaf, torch.Tensor)]
 
 
 _BY_SHAPE = frozenset(

@@ -63,9 +63,15 @@ def as_pair(data: object, said: str) -> object:
             raise DataError(f"{said}: found several data sets: {', '.join(data)}. Give one of them, as data['train'].")
         x, y = labels_apart(data, said)
         return x, y if hasattr(y, "shape") or isinstance(y, Mapping) else np.asarray(y)
-    if isinstance(data, tuple | list) and len(data) > 2 and all(len(getattr(part, "shape", ())) for part in data[:-1]):
-        return parted(data, said) if len(getattr(data[-1], "shape", ())) or isinstance(data[-1], Mapping) else data
+    if isinstance(data, tuple | list) and len(data) > 2:
+        *inputs, labels = data
+        if all(map(_has_dims, inputs)) and (_has_dims(labels) or isinstance(labels, Mapping)):
+            return parted(data, said)
     return data
+
+
+def _has_dims(part: object) -> bool:
+    return len(getattr(part, "shape", ())) > 0
 
 
 def labels_apart(found: Mapping[Any, Any], said: str) -> tuple[dict[Any, Any], Any]:
@@ -98,13 +104,16 @@ def is_pair(data: object) -> TypeGuard[Sequence[Any]]:
     x, y = data
     if hasattr(x, "shape"):
         return hasattr(y, "shape") or (are_several(y) and bool(y))
-    if not is_several(x) or hasattr(y, "shape") or not are_several(y) or not y:
-        return is_several(x) and hasattr(y, "shape")
-    # Two dicts with labels, or two tuples in a list, are two items.
-    by_name = isinstance(x, Mapping) and not {"label", "labels"} & set(x)
-    parts = [part for one in (x, y) for part in (one.values() if isinstance(one, Mapping) else one)]
-    alike = isinstance(data, tuple) and len({(getattr(part, "shape", ()) or (0,))[0] for part in parts}) == 1
-    return by_name or (not isinstance(x, Mapping) and (isinstance(y, Mapping) or alike))
+    if not is_several(x) or hasattr(y, "shape"):
+        return is_several(x)
+    if not are_several(y) or not y:
+        return False
+    if isinstance(x, Mapping):
+        return not {"label", "labels"} & set(x)  # with them it is an item, and y another
+    if isinstance(y, Mapping):
+        return True
+    # Two tuples in a list are two items.
+    return isinstance(data, tuple) and len({(getattr(part, "shape", ()) or (0,))[0] for part in (*x, *y)}) == 1
 
 
 def kind_of(item: object) -> str:

@@ -50,17 +50,15 @@ def bring_back(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
     """Copies into its view each tensor that the module assigned anew to a name, instead of changing it in place."""
     # Every name, also if a tensor has two; and all values are cloned first, as one may lie in another's view.
     named = [*module.named_parameters(), *module.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
-        if name in views and tensor.shape != views[name].shape:
+    moved = list[tuple[torch.Tensor, torch.Tensor]]()
+    for name, tensor in ((name, tensor) for name, tensor in named if name in views):
+        if tensor.shape != views[name].shape:
             raise ModelError(
                 f"{name} of a {type(module).__name__} had shape {tuple(views[name].shape)} when the run was planned, and has "
                 f"{tuple(tensor.shape)} now. If its first forward gives it its shape, call the model on a batch before."
             )
-    moved = [
-        (views[name], tensor.detach().clone())
-        for name, tensor in named
-        if name in views and tensor.data_ptr() != views[name].data_ptr()
-    ]
+        if tensor.data_ptr() != views[name].data_ptr():
+            moved.append((views[name], tensor.detach().clone()))
     for view, value in moved:
         view.copy_(value)
 
