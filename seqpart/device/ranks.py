@@ -70,6 +70,9 @@ class Ranks:
     def send(self, buffer: torch.Tensor, source: int = 0) -> None:
         """Fills `buffer`, in host memory, on every rank with what it holds on rank `source`."""
 
+    def spread(self, buffer: torch.Tensor, source: int) -> None:
+        """Fills `buffer` on every rank as `send` does, in one thread beside the one that computes."""
+
     def give(self, weights: Sequence[torch.Tensor], owner: int) -> int:
         """Fills `weights` on every rank with what they are on rank `owner`. Returns the bytes sent."""
         return 0
@@ -88,6 +91,8 @@ class Group(Ranks):
 
     def __init__(self, device: Device, environment: Mapping[str, str]) -> None:
         self.number, self.count = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
+        self._words: Any
+        self._loads: Any
         self._device, self._telling = device, False
         # Touched, so that it counts as there before the plan. Memory of an exchange's own would leave holes in a kept heap.
         self.chunk = chunk_of(self.count)
@@ -104,7 +109,7 @@ class Group(Ranks):
                 attempt = cast(Any, dist).PrefixStore(environment.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
                 dist.init_process_group("gloo", store=attempt, rank=self.number, world_size=self.count, timeout=_PATIENCE)
                 atexit.register(dist.destroy_process_group)
-            self._words: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._words, self._loads = (dist.new_group(backend="gloo", timeout=_PATIENCE) for _ in range(2))
             self._sums: Any = self._words if device.kind != "cuda" else dist.new_group(backend="nccl", timeout=_PATIENCE)
             self._seconds = self.tried(self.chunk // 4)
 
@@ -156,9 +161,9 @@ class Group(Ranks):
 
     def leave(self) -> None:
         """Closes the connections, so that ranks that wait for this one hear it."""
-        for group in {self._words, self._sums}:
+        for group in {self._words, self._loads, self._sums}:
             dist.destroy_process_group(group)
-        self._words = self._sums = None
+        self._words = self._loads = self._sums = None
 
     def any_of(self, *said: bool) -> list[bool]:
         return self._bytes_of_all(said).any(0).tolist()
@@ -173,6 +178,10 @@ class Group(Ranks):
     def send(self, buffer: torch.Tensor, source: int = 0) -> None:
         with self._others_heard():
             dist.broadcast(buffer, source, group=self._words)
+
+    def spread(self, buffer: torch.Tensor, source: int) -> None:
+        with self._others_heard():
+            dist.broadcast(buffer, source, group=self._loads)
 
     def give(self, weights: Sequence[torch.Tensor], owner: int) -> int:
         alike: dict[torch.dtype, list[torch.Tensor]] = {}

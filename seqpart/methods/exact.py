@@ -28,8 +28,7 @@ def whole_network(work: Workload, *, streamed: bool) -> Phase:
         frozen=frozenset(p for p, part in enumerate(work.partitions) if not part.trainable),
         keeps=work.keeps, offloads=work.offloads, host_steps=work.host_steps,
         rank=work.rank, ranks=work.ranks,
-        # State that stays needs no disk; gradients that wait at home for their norm are fetched with the state.
-        divides_state=work.divides_state and bool(streams) and not (work.host_steps or work.defers_updates),
+        divides_state=work.divides_state and bool(streams) and not work.host_steps,  # state that stays needs no disk
     )  # fmt: skip
 
 

@@ -203,8 +203,14 @@ class Executor:
         partition = self._partitions[step.partition]
         partition.make_room()
         slot = self._slots.take(step.partition, self._needs(step)) if self._takes_slot(step) else None
-        partition.begin_load(slot, to_update=step.more)
+        # Slots are of one size in all ranks, which so begin their loads in one order.
+        partition.begin_load(slot, to_update=step.more and self._is_owner(step))
         self._coming[step.partition] = partition
+
+    def _is_owner(self, step: Step) -> bool:
+        """True if this rank has the optimizer state of the step's partition."""
+        phase = self._phases[step.phase]
+        return phase.owner_of(step.partition) == phase.rank
 
     def _takes_slot(self, step: Step) -> bool:
         return not self._partitions[step.partition].weights_stay or self._needs(step) > 0
@@ -225,7 +231,8 @@ class Executor:
         p = step.partition
         again = self.progress.needs_state(p, self._phases[step.phase].stage)
         streams = again and p in self._phases[step.phase].streams
-        slot, free, written = self._loaded[p].begin_drop(keep_state=again, gradients=step.more, again=streams, stay=again)
+        gradients = step.more and self._is_owner(step)
+        slot, free, written = self._loaded[p].begin_drop(keep_state=again, gradients=gradients, again=streams, stay=again)
         if slot is not None:
             self._slots.give(slot, free)
         del self._loaded[p]
@@ -299,7 +306,8 @@ class Executor:
         place = phase.stage, phase.share_of(self.position.updates)[0]
         partition.update(self._rate(phase, self.position.updates), clip, stays=stays, place=place)
         sent = 0
-        if phase.divides_state and phase.trains(step.partition):
+        given_at_load = self._store.divides and not partition.weights_stay and phase.drops_after_update(step.partition)
+        if phase.divides_state and phase.trains(step.partition) and not given_at_load:
             sent = self._ranks.give(list(partition.trainable.values()), phase.owner_of(step.partition))
             partition.changed = True
         if partition.optimizer is not None and phase.trains(step.partition):

@@ -125,6 +125,7 @@ def carry_out(session: Run, began: float) -> Result:
                 if session.settings.averages and session.ranks.leads:
                     session.homes.export(directory.result(AVERAGE), averages=True)
                 session.take_best()
+                session.homes.collect(everywhere=True)
                 if session.ranks.leads:
                     session.homes.export(directory.result(WEIGHTS))
                 session.saving.obey(Position(len(session.prepared.phases)), Metrics())

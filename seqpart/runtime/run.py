@@ -167,6 +167,7 @@ class Run:
         if start is None and at == Position():
             self.watch.begin()
         self.exports.at_rest(self.prepared.phases, at, self.watch.evaluations.all)
+        (self.exports.due,) = self.ranks.any_of(self.exports.due)
         if self.exports.due:  # the checkpoint was saved right before
             self._export(at, metrics or Metrics())
         at, metrics = self._ended_early(at, metrics)
@@ -246,8 +247,13 @@ class Run:
     def _export(self, at: Position, metrics: Metrics) -> None:
         """Exports the weights at this position. An error of the disk ends the run, which is saved first if it can be."""
         self._partitions = []  # and their slots
+        self.homes.collect()
+        if not self.ranks.leads:
+            self.exports.due = False
+            return
         try:
             self.reporter.record("export", file=str(self.exports.write(self.homes.export)), updates=self.exports.last)
+            self.homes.discard_others()
         except StoreError as error:
             if self._settings.saves and not self._divides_state:
                 with suppress(StoreError):
@@ -458,6 +464,8 @@ class Run:
         try:
             self.watch.at_rest(executor, phases, self.heard)
             due = self.saving.is_due(executor.position, phases)
+            trained = executor.step.verb is Verb.UPDATE
+            self.exports.at_rest(phases, executor.position, self.watch.evaluations.all, trained=trained)
             due = not self._is_apart(executor) and self._agree(due)
         except Exception as error:
             self._remember_best(executor)  # the checkpoint's evaluations name it
@@ -468,21 +476,20 @@ class Run:
         self.watch.end_here(executor.step.phase, phases)
         if self._divides_state and (due or self.interrupts.waiting):
             self.saving.flush(executor, self._partitions)
-            self.homes.collect_states()
+            self.homes.collect(states=True)
         with self._saved_first():
             self.saving.at_rest(executor, self._partitions, due=due and self.ranks.leads)
         self._stopped = not self._observer.at_rest(executor)
-        trained = executor.step.verb is Verb.UPDATE
-        self.exports.at_rest(phases, executor.position, self.watch.evaluations.all, trained=trained)
         goes_on = self.watch.end_behind(phases, executor.position) is None
         # Newly trainable parameters need a new executor, and an export all memory.
         return not self._stopped and not (self.pauses.changed or self.exports.due) and goes_on
 
     def _agree(self, due: bool) -> bool:
-        """Makes a signal, or a callback's stop, that one of several ranks was told hold for all. Returns True if a checkpoint
-        is `due` in the first."""
+        """Makes a signal, a callback's stop, or an export, of which one of several ranks knows, hold for all. Returns True if a
+        checkpoint is `due` in the first."""
         if self.ranks.count > 1:
-            came, ends, due = self.ranks.any_of(self.interrupts.has_come, bool(self.watch.ending.asked), due)
+            said = self.interrupts.has_come, bool(self.watch.ending.asked), due, self.exports.due
+            came, ends, due, self.exports.due = self.ranks.any_of(*said)
             self.interrupts.agree(came=came)
             for why in self.ranks.gather(self.watch.ending.asked) if ends else ():
                 self.watch.ending.ask(why)
@@ -514,6 +521,7 @@ class Run:
     def _remember_best(self, executor: Executor) -> None:
         if self.watch.has_new_best:
             self.saving.flush(executor, self._partitions)
+            self.homes.collect()
             if self.ranks.leads:
                 self.homes.remember()
             self.watch.has_new_best = False

@@ -34,6 +34,7 @@ from seqpart.schedule.steps import Position
 from seqpart.settings import Settings
 from seqpart.store.atomic import with_checksum, write_text
 from seqpart.store.direct import REQUEST
+from seqpart.store.divided import DividedStore
 from seqpart.store.host_pool import HostPool
 from seqpart.store.layout import Layout
 from seqpart.store.scratch import JOB, PLAN
@@ -65,10 +66,14 @@ class WeightStore:
         self.host_steps = HostSteps(device, [room for room in rooms if room is not None]) if prepared.places.steps else None
         if self.host_steps is not None:
             stack.callback(self.host_steps.close)
-        self.store = Store(scratch.homes, device, pool)
+        owners = {block.home: owner for p, block in self._placed() if (owner := self._owner_of(p)) is not None}
+        divides = owners and device.shares_memory  # of GPUs each has all: nobody has tried what exchanges beside NCCL's bring
+        self.store = (
+            DividedStore(scratch.homes, device, pool, planner.ranks, owners) if divides else Store(scratch.homes, device, pool)
+        )
         stack.callback(self.store.close)
         if not prepared.method.alone:
-            self.store.reserve(prepared.hosted())
+            self.store.reserve({name: nbytes for name, nbytes in prepared.hosted().items() if self.store.owns(name)})
         self.boundaries = Boundaries(scratch.rows, device, pool, prepared.plan.rows_in_memory)
         stack.callback(self.boundaries.close)
 
@@ -124,15 +129,34 @@ class WeightStore:
     def share(self) -> None:
         """Gives the other ranks the homes of the first: weights, and optimizer state that they need in a run that goes on."""
         ranks, chain = self._planner.ranks, self._prepared.chain
-        others = {block.state_home for p, block in self._placed() if self._owner_of(p) not in (None, ranks.number)}
+        others = self._others()
         if ranks.count > 1:
             self.give([name for block in chain for name in (block.home, block.state_home)], 0, lambda name: name not in others)
+            self.discard_others()
 
-    def collect_states(self) -> None:
-        """Gives the first rank the optimizer state that each of the others has alone."""
-        for owner in range(1, self._planner.ranks.count):
-            names = [block.state_home for p, block in self._placed() if self._owner_of(p) == owner]
-            self.give(names, owner, lambda _: self._planner.ranks.leads)
+    def collect(self, *, states: bool = False, everywhere: bool = False) -> None:
+        """Gives the first rank, or all of them, the weights that each of the others has alone. states: optimizer state too."""
+        ranks = self._planner.ranks
+        for owner in range(not everywhere, ranks.count):
+            weights = [block.home for block in self._had_by(owner)] if self.store.divides else []
+            homes = [*weights, *(block.state_home for block in self._had_by(owner) if states)]
+            self.give(homes, owner, lambda _: ranks.leads or everywhere)
+
+    def discard_others(self) -> None:
+        """Discards homes that another rank has alone, as far as this one was given them."""
+        for name in self._others():
+            self.store.discard(name)
+
+    def _others(self) -> set[str]:
+        others = [
+            block for owner in range(self._planner.ranks.count) if owner != self._planner.ranks.number
+            for block in self._had_by(owner)
+        ]  # fmt: skip
+        return {block.state_home for block in others} | {block.home for block in others if self.store.divides}
+
+    def _had_by(self, owner: int) -> list[Block]:
+        """Returns the blocks whose optimizer state, and weights where they are divided, rank `owner` has alone."""
+        return [block for p, block in self._placed() if self._owner_of(p) == owner]
 
     def _placed(self) -> Iterator[tuple[int, Block]]:
         """Yields each block with its partition's number."""
@@ -197,7 +221,7 @@ class WeightStore:
 
     def _build(self, *, keep: bool) -> None:
         """Builds one block at a time and saves it at once, so that the model never exists whole. keep: the homes exist."""
-        device, seed = self._planner.device, self._planner.settings.seed
+        device, seed, ranks = self._planner.device, self._planner.settings.seed, self._planner.ranks
         for block, cost in zip(self._prepared.chain, self._prepared.costs, strict=True):
             module = block.build(device, seed)
             tensors = {} if block.alive is not None else block.own(tensors_of(module))
@@ -206,7 +230,8 @@ class WeightStore:
                     f"{block}: its factory built other tensors (names, shapes or types) when it was called again. Let it build "
                     "the same ones every time."
                 )
-            if not keep and block.number < len(self._prepared.chain.whole):  # a subnetwork's home is cut out of it later
+            # A subnetwork's home is cut out of it later; the first rank gives others theirs.
+            if not keep and block.number < len(self._prepared.chain.whole) and (self.store.owns(block.home) or ranks.leads):
                 self._send_home(block, cost.layout, tensors)
             detach(module)
 

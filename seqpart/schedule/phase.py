@@ -198,12 +198,16 @@ class Phase:
         return self.kind is PhaseKind.TRAIN and self.partition <= p <= self.last and p not in self.frozen
 
     def loads_state(self, p: int) -> bool:
-        """True if p's optimizer state is loaded to the device, since p learns and its step is computed there."""
-        return self.trains(p) and p not in self.host_steps and (not self.divides_state or self.owner_of(p) == self.rank)
+        """True if p's optimizer state is loaded to the device, by the rank that has it, since p's step is computed there."""
+        return self.trains(p) and p not in self.host_steps
 
     def owner_of(self, p: int) -> int:
         """Returns the rank that has p's optimizer state, if they divide it."""
-        return p % self.ranks
+        return p % self.ranks if self.divides_state else self.rank
+
+    def drops_after_update(self, p: int) -> bool:
+        """True if p is loaded again for its next forward pass, where no update waits for the norm."""
+        return p in self.streams and p > self.partition
 
     def keeps_graph(self, p: int) -> bool:
         """True if p keeps its graph. The last partition runs forward in its BACKWARD, those below `lowest` have no BACKWARD."""

@@ -153,6 +153,9 @@ IO_THREADS = 2
 class Store:
     """Homes under `folder`. Flat buffers are uint8, at least `layout.padded_nbytes` bytes, page-aligned on the CPU."""
 
+    divides = False
+    """True if weights are given by the ranks that keep them, at each load."""
+
     def __init__(self, folder: Path, device: Device, host_pool: HostPool | None = None) -> None:
         self.folder, self.traffic = folder, Traffic()
         self.watched: Watched = unwatched
@@ -191,6 +194,10 @@ class Store:
 
     def __contains__(self, name: str) -> bool:
         return name in self._homes
+
+    def owns(self, name: str) -> bool:
+        """True if this rank keeps the home; one process alone keeps all."""
+        return True
 
     def tier(self, name: str) -> str:
         return self._device.host_tier if self._homes[name].host is not None else "disk"

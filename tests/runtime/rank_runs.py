@@ -68,7 +68,7 @@ CASES = {
     ),
     "checkpointed": (chain, CLASSES, {"method": "checkpointed", "partitions": 2, "optimizer": "sgd", "momentum": 0.9}),
     "labels that do not count": (chain, SOME, {"method": "full"}),
-    "dropout": (lambda: chain(nn.Dropout(0.5)), CLASSES, {"method": "streamed", "partitions": 2}),
+    "dropout": (lambda: chain(nn.Dropout(0.5)), CLASSES, {"method": "streamed", "partitions": 2, "export_every": "1epoch"}),
     "running statistics": (lambda: chain(nn.BatchNorm1d(32)), CLASSES, {"method": "streamed", "partitions": 2}),
     "running statistics of frozen layers": (
         lambda: chain(nn.BatchNorm1d(32)),
@@ -111,6 +111,18 @@ class Fails:
             raise ValueError
 
 
+class Kept:
+    """A callback that notes the homes of the second rank, and those of the first."""
+
+    def __init__(self, folder):
+        self.folder, self.found = folder, []
+
+    def on_epoch(self, event):
+        places = [*self.folder.glob("rank-*"), self.folder / "streamed"]
+        self.found = [sorted({file.name.rpartition(".")[0].rpartition(".")[0] for file in place.rglob("block-*.safetensors")})
+                      for place in places]  # fmt: skip
+
+
 class Sent(Reporter):
     """Counts the bytes that the ranks give one another before the subnets are merged."""
 
@@ -134,8 +146,10 @@ def fitted(name, folder, callbacks=(), reporter=None):
 
 def runs(folder, rank):
     for name in CASES:
-        sent = Sent()
-        result, model = fitted(name, folder / name.replace(" ", "-"), reporter=sent)
+        sent, kept = Sent(), Kept(folder)
+        result, model = fitted(name, folder / name.replace(" ", "-"), callbacks=[kept], reporter=sent)
+        if name == "streamed":
+            (folder / f"kept-{rank}.json").write_text(json.dumps(kept.found))
         told = result.train_losses, result.test_loss, result.accuracy, str(result.weights), len(result.proofs), sent.nbytes
         torch.save((model.state_dict(), told), folder / f"{name}-{rank}.pt")
     said = {}

@@ -92,6 +92,26 @@ def test_two_ranks_have_the_bits_of_a_plain_loop(together):
             assert torch.equal(tensor, plain[key]), key
 
 
+def test_each_rank_keeps_the_weights_and_the_optimizer_state_of_its_own_partitions_alone(together):
+    """The gradients that wait for their norm too. A block without parameters has an empty home."""
+    second, first = json.loads((together / "kept-0.json").read_text())
+    assert second == [
+        *(f"block-00002{kind}" for kind in ("", ".gradients", ".optimizer")),
+        "block-00003",
+        "block-00003.gradients",
+    ]
+    own = ["block-00000", "block-00000.optimizer", "block-00001"]
+    assert first == [*own, *(f"block-00004{kind}" for kind in ("", ".gradients", ".optimizer"))]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_weights_that_two_ranks_divide_are_exported_whole(together, tmp_path):
+    rank_runs.fitted("dropout", tmp_path / "run")
+    ours, theirs = (sorted((place / "exports").glob("*.safetensors")) for place in (tmp_path / "run", together / "dropout"))
+    assert [file.name for file in ours] == [file.name for file in theirs] and len(ours) == 2
+    assert all(one.read_bytes() == other.read_bytes() for one, other in zip(ours, theirs, strict=True))
+
+
 def test_subnets_are_sent_once_in_a_round_as_the_paper_s_formula_has_it(together):
     """Section 2.3: of all matrices between two hidden layers an N-th, of the first and the last all; each to one other rank."""
     (first, hidden), (_, last), (_, classes) = rank_runs.SIZES
