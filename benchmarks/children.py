@@ -14,9 +14,9 @@ LAST_LINES = 12
 """How many of a failed program's complaint are told."""
 
 
-def command(module: str, *words: object, ranks: int = 1) -> list[str]:
+def command(module: str, *words: object, ranks: int = 1, python: str = sys.executable) -> list[str]:
     several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return [sys.executable, *several, "-m", module, *map(str, words)]
+    return [python, *several, "-m", module, *map(str, words)]
 
 
 def one_thread() -> dict[str, str]:
@@ -31,11 +31,16 @@ def shown(module: str, *words: object) -> None:
 
 def output(
     module: str, *words: object, name: str | None = None, text: str | None = None,
-    environment: Mapping[str, str] | None = None, ranks: int = 1,
+    environment: Mapping[str, str] | None = None, ranks: int = 1, python: str = sys.executable,
 ) -> str:  # fmt: skip
     """All that it printed, given `text`. Raises RuntimeError with `name` and the last lines of its complaint."""
     done = subprocess.run(
-        command(module, *words, ranks=ranks), input=text, capture_output=True, text=True, env=environment, check=False
+        command(module, *words, ranks=ranks, python=python),
+        input=text,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError("\n".join([f"{name or module}:", *done.stderr.strip().splitlines()[-LAST_LINES:]]))
@@ -43,10 +48,11 @@ def output(
 
 
 def printed(
-    module: str, *words: object, name: str | None = None, environment: Mapping[str, str] | None = None, ranks: int = 1
-) -> dict[str, Any]:
+    module: str, *words: object, name: str | None = None, environment: Mapping[str, str] | None = None, ranks: int = 1,
+    python: str = sys.executable,
+) -> dict[str, Any]:  # fmt: skip
     """Its last line, as JSON; that of the first of several ranks."""
-    said = output(module, *words, name=name, environment=environment, ranks=ranks)
+    said = output(module, *words, name=name, environment=environment, ranks=ranks, python=python)
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 

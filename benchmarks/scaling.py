@@ -3,10 +3,12 @@ peaks; beside the seconds what the plan says, and what benchmarks/scaling_simula
 
     python -m benchmarks.scaling                  1, 2 and 4 processes of one thread, three rounds
     python -m benchmarks.scaling --rows 1024      1 and 2 processes that compute eight times as long for as many gradients
+    python -m benchmarks.scaling --deepspeed PYTHON   DeepSpeed's ZeRO-3 beside them
     python -m benchmarks.scaling --quick          a small network in one round, to see that it runs; kept nowhere
 
 A residual MLP of width 2048 and 8 blocks, 128 rows a process, in a plain loop (DistributedDataParallel in several processes),
-by PyTorch's FSDP2 (ZeRO-3), and by `full` and `streamed`. The arms of a round run one after the other. Each process has one
+by PyTorch's FSDP2 (ZeRO-3), and by `full` and `streamed`; PYTHON is that of the peer's environment
+(benchmarks/peers/environment.sh deepspeed). The arms of a round run one after the other. Each process has one
 thread, so that 2 of them take the 2 cores that one leaves half idle; 4 share them. A ratio is to the same method in one
 process, of the same round.
 Results: benchmarks/results/scaling-*.json
@@ -14,6 +16,7 @@ Results: benchmarks/results/scaling-*.json
 
 import argparse
 import itertools
+import sys
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -24,9 +27,11 @@ from benchmarks import quick
 from benchmarks.record import load, save
 from benchmarks.streamed_arm import WARM_UP, run_arm
 
+DEEPSPEED = "DeepSpeed"
 ARMS: dict[str, tuple[object, ...]] = {
     "plain": ("plain",),
     "FSDP2": ("plain", "--sharded"),
+    DEEPSPEED: ("plain", "--deepspeed"),
     "full": ("streamed", "--method", "full", "--limit", "2GB"),
     "streamed": ("streamed", "--method", "streamed", "--limit", "500MB"),
 }
@@ -37,13 +42,15 @@ ROWS = {128: (1, 2, 4), 1024: (1, 2)}
 
 
 def measured(
-    arms: Collection[str], rounds: int, ranks: tuple[int, ...], network: tuple[object, ...], folder: Path
-) -> dict[str, Any]:
+    arms: Collection[str], rounds: int, ranks: tuple[int, ...], network: tuple[object, ...], folder: Path,
+    deepspeed: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     folder.mkdir(exist_ok=True)
     found: dict[str, list[dict[str, Any]]] = {}
     for number in range(rounds):
         for name, count in itertools.product(arms, ranks):
-            one = run_arm(*map(str, (*ARMS[name], *network)), folder=folder, ranks=count, threads=1)
+            python = deepspeed if deepspeed and name == DEEPSPEED else sys.executable
+            one = run_arm(*map(str, (*ARMS[name], *network)), folder=folder, ranks=count, threads=1, python=python)
             found.setdefault(f"{name}, {count}", []).append(one)
             said = f"{one['median']:7.3f} s, {one['peak'] / 1e6:.0f} MB"
             print(f"  round {number + 1}: {name:9} {count} process(es) {said}", flush=True)
@@ -79,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, choices=ROWS, default=min(ROWS), help="of a process (default: %(default)s)")
+    parser.add_argument("--deepspeed", metavar="PYTHON")
     quick.add_to(parser)
     options = parser.parse_args()
     if options.quick:
@@ -87,7 +95,9 @@ def main() -> None:
             show(measured(("plain", "FSDP2", "streamed"), 1, (2,), network, Path(place)))
         return
     network = *NETWORK, "--batch", options.rows
-    result = _named(options.rows, measured(ARMS, options.rounds, ROWS[options.rows], network, FOLDER))
+    arms = [name for name in ARMS if options.deepspeed or name != DEEPSPEED]
+    found = measured(arms, options.rounds, ROWS[options.rows], network, FOLDER, options.deepspeed)
+    result = _named(options.rows, found)
     show(result)
     print(save("scaling", load("scaling") | result))
 

@@ -71,15 +71,23 @@ def plain(arguments: argparse.Namespace) -> dict[str, Any]:
     model: torch.nn.Module = torch.nn.Sequential(*build_all(blocks_of(arguments), SEED))
     if RANKS > 1:
         torch.distributed.init_process_group("gloo")
-        if arguments.sharded:
-            from torch.distributed.fsdp import fully_shard
+    if RANKS > 1 and arguments.sharded:
+        from torch.distributed.fsdp import fully_shard
 
-            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
-            for block in [*model, model]:
-                fully_shard(block, mesh=mesh)
-        else:
-            model = torch.nn.parallel.DistributedDataParallel(model)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
+        for block in [*model, model]:
+            fully_shard(block, mesh=mesh)
+    elif RANKS > 1 and not arguments.deepspeed:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
+
+    def step(loss: torch.Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    if arguments.deepspeed:
+        model, step = zero_3(model, optimizer, arguments.batch)
     batch, segments = arguments.batch, arguments.segments
     took, losses, used = [], [], Used()
     for number in range(arguments.updates):
@@ -90,13 +98,33 @@ def plain(arguments: argparse.Namespace) -> dict[str, Any]:
         picked = torch.arange(first, first + batch) % len(x)
         output = model(x[picked]) if not segments else checkpoint_sequential(model, segments, x[picked], use_reentrant=False)
         loss = mean_loss(output, y[picked])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        step(loss)
         losses.append(loss.item())
         took.append(time.perf_counter() - began)
     used_by = used.per_update(Used(), arguments.updates - WARM_UP)
     return {"seconds": took[WARM_UP:], **used_by, "peak": peak_anonymous(), "loss": sum(losses) / len(losses)}
+
+
+def zero_3(model: Any, optimizer: Any, batch: int) -> tuple[Any, Any]:
+    """DeepSpeed's engine for ZeRO-3 in memory, with its own settings, and the function that makes an update of a loss."""
+    import deepspeed
+
+    if RANKS == 1:
+        from benchmarks.peers.common import one_process
+
+        one_process()
+    deepspeed.init_distributed(dist_backend="gloo")
+    settings = {
+        "train_micro_batch_size_per_gpu": batch, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0, "steps_per_print": 1 << 30,
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+
+    def step(loss: Any) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    return engine, step
 
 
 class Used:
@@ -247,7 +275,9 @@ def idle(arm: str) -> None:
     Partition.update = update  # type: ignore[method-assign]
 
 
-def run_arm(name: str, *options: object, folder: Path, ranks: int = 1, threads: int | None = None) -> dict[str, Any]:
+def run_arm(
+    name: str, *options: object, folder: Path, ranks: int = 1, threads: int | None = None, python: str = sys.executable
+) -> dict[str, Any]:
     """What the arm `name` printed in a process of its own, or in several, with its homes under `folder`.
 
     Raises RuntimeError with its last lines where it failed.
@@ -260,8 +290,9 @@ def run_arm(name: str, *options: object, folder: Path, ranks: int = 1, threads: 
         environment["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         return children.printed(
-            "benchmarks.streamed_arm", name, *options, "--folder", place, name=name, environment=environment, ranks=ranks
-        )
+            "benchmarks.streamed_arm", name, *options, "--folder", place, name=name, environment=environment, ranks=ranks,
+            python=python,
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -279,6 +310,7 @@ def main() -> None:
     parser.add_argument("--method", default="streamed")
     parser.add_argument("--any-micro-batch", action="store_true")
     parser.add_argument("--sharded", action="store_true", help="`plain` in several processes by FSDP2 instead of DDP")
+    parser.add_argument("--deepspeed", action="store_true", help="`plain` by DeepSpeed's ZeRO-3")
     parser.add_argument("--states", choices=STATES, default="fp32", help="weights and moments of `streamed`")
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--verbose", action="store_true")

@@ -35,7 +35,7 @@ from seqpart.model.inspection import kept_modes
 from seqpart.model.losses import LossChoice, LossFunction
 from seqpart.model.metrics import ComputeMetrics, own_metrics
 from seqpart.model.optimizer_trials import Build
-from seqpart.model.optimizers import describe, refuse_divided, refuse_rateless
+from seqpart.model.optimizers import describe, example_of, refuse_divided, refuse_rateless
 from seqpart.model.quantized import PlainTensors
 from seqpart.model.tiling import Separation, first_that_fits, possible_tile, sizes_to_try
 from seqpart.model.weight_files import is_adapted
@@ -107,7 +107,7 @@ class Trainer:
         self._optimizer = None
         if callable(optimizer):
             refuse_options_beside(optimizer, sorted({"lr", "recovery_lr", "weight_decay", "no_decay", "momentum"} & set(given)))
-            self._optimizer = describe(getattr(optimizer, "__name__", ""), optimizer)
+            self._optimizer = describe(getattr(optimizer, "__name__", ""), optimizer, example=example_of(model))
         elif optimizer is not None:
             given["optimizer"] = optimizer
         if isinstance(one, str) and one != "model":

@@ -38,7 +38,7 @@ mkdir -p "$(dirname "$folder")"
 pip install --quiet "torch>=2.11" numpy
 case $name in
 deepspeed)
-    pip install --quiet ninja packaging setuptools wheel
+    pip install --quiet ninja packaging setuptools wheel scikit-learn
     export DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$folder/extensions" MAX_JOBS="${MAX_JOBS:-2}"
     pip install --quiet --no-build-isolation deepspeed==0.19.8
     # Compiled now: inside a small cgroup the compiler would be what runs out of memory.

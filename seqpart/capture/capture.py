@@ -246,8 +246,8 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
 
         def ran(*, again: bool = False) -> tuple[Recorder, Any]:
             recorder = Recorder(blocks, paths, names, autocast, largest=count != _ROWS, again=again, row=asked.row)
-            assert recorder.number(rows) == ROWS
-            assert [recorder.number(tensor) for tensor in own_labels] in ([], [LABELS])
+            numbers = [recorder.number(tensor) for tensor in (rows, *own_labels)]
+            assert numbers == [ROWS, LABELS][: len(numbers)]
             return recorder, _recorded_by(recorder, run)
 
         recorder, found = ran()

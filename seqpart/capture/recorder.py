@@ -306,6 +306,8 @@ class Recorder(TorchFunctionMode):
             why = "it reads a number out of a tensor (tensors in a tuple that is an index, a kernel of its own)"
         if "BatchedTensor" in why:
             why = "it computes under torch.vmap, and calls in there cannot be recorded one by one"
+        if "TorchScript interpreter" in why:
+            why = "it calls a function of torch.jit.script, whose operations cannot be recorded: leave the decorator out"
         if isinstance(error, DynamicOutputShapeException):
             why = "it makes a shape of the values in a tensor (nonzero, a mask as an index), and a plan is made without values"
         return Inside(f"{what}: {why}" if what else why, where, module, self._paths.get(module, ""))

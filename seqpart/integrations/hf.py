@@ -36,7 +36,7 @@ from seqpart.integrations.hf_arguments import (
 from seqpart.integrations.hf_callbacks import Relay
 from seqpart.integrations.hf_data import Predictions
 from seqpart.model.losses import LossSource
-from seqpart.model.scheduler import Build
+from seqpart.model.optimizer_trials import Build
 from seqpart.options import Options
 from seqpart.runtime.result import Result
 

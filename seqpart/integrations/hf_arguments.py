@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Adafactor
 
 from seqpart.errors import OptionError
-from seqpart.model.scheduler import Build
+from seqpart.model.optimizer_trials import Build
 
 
 def _each(names: str, reason: str = "") -> dict[str, str]:

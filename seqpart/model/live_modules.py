@@ -185,6 +185,17 @@ def refuse_away(model: object) -> None:
         )
 
 
+def refuse_inference(model: object) -> None:
+    """Raises ModelError for weights that were made in inference mode, which autograd does not take."""
+    for module in modules_of(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_inference():
+                raise ModelError(
+                    f"{name} of a {type(module).__name__} was made inside torch.inference_mode(), and cannot learn. Build or "
+                    "load the model outside of it."
+                )
+
+
 def refuse_hooked(model: object) -> None:
     """Raises ModelError for modules with hooks of accelerate, which move their weights to the device and back."""
     hooked = [type(module).__name__ for module in modules_of(model) if "_hf_hook" in vars(module)]

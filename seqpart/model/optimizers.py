@@ -65,6 +65,8 @@ class Optimizer:
     """True for an optimizer of torch chosen by name, which needs no trial steps that show whether its state is complete."""
     named: bool = False
     """True if the function takes pairs (name, parameter)."""
+    example: str = "weight"
+    """Name of one of the model's parameters, which trials give to theirs."""
     is_schedule_free: bool = False
     """True if its `eval()` makes other weights than those that are trained: a result of their own, tested at the end."""
     moments: torch.dtype | None = None
@@ -73,9 +75,9 @@ class Optimizer:
     """Results of its trials, by kind of parameter."""
 
     def build(self, parameters: Sequence[nn.Parameter], names: Sequence[str] = ()) -> torch.optim.Optimizer:
-        """Builds the optimizer of these parameters. names: theirs in the model; without any, all are called weight."""
+        """Builds the optimizer of these parameters. names: theirs in the model; without any, all have that of the example."""
         given: list[Any] = [*parameters]
-        return self.function([*zip(names or ["weight"] * len(given), given, strict=True)] if self.named else given)
+        return self.function([*zip(names or [self.example] * len(given), given, strict=True)] if self.named else given)
 
     @property
     def at_once(self) -> int:
@@ -178,16 +180,17 @@ class Optimizer:
             if any(one is parameter for one in group["params"])
         ]
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> "Adopted":
-        """Takes an optimizer that was just built, whose state is to lie in memory of somebody else's."""
-        return Adopted(self, optimizer)
+    def adopt(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> "Adopted":
+        """Takes an optimizer that was just built, whose state is to lie in memory of somebody else's. names: {id of a
+        parameter: its name in the model}, needed for a scheduler's options."""
+        return Adopted(self, optimizer, names or {})
 
 
 class Adopted:
     """An optimizer whose state lies in memory that keeps its owner."""
 
-    def __init__(self, choice: Optimizer, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self._choice = optimizer, choice
+    def __init__(self, choice: Optimizer, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        self.optimizer, self._choice, self._names = optimizer, choice, names
         self._state, self._rate = AtHome(optimizer, choice.found.classes), 1.0
         self._averaging: list[_Averaging] = []
         note_rates(optimizer)
@@ -219,9 +222,9 @@ class Adopted:
 
     def tune(self, rate: float | Groups) -> None:
         """Sets the learning rate of the next step, see `seqpart.model.scheduler.tune`."""
-        if isinstance(rate, tuple) or rate != self._rate:
+        if isinstance(rate, Groups) or rate != self._rate:
             with self._state.tuned():
-                tune(self.optimizer, rate)
+                tune(self.optimizer, rate, self._names)
             self._rate = rate if isinstance(rate, float) else 1.0
 
     def step(self, *place: int) -> None:
@@ -419,14 +422,15 @@ def refuse_unlike_pieces(optimizer: Optimizer, parameters: Mapping[str, TensorSp
         )
 
 
-def describe(name: str, build: Build, *, is_known: bool = False) -> Optimizer:
-    """Describes any optimizer. name: the function's, or "".
+def describe(name: str, build: Build, *, is_known: bool = False, example: str = Optimizer.example) -> Optimizer:
+    """Describes any optimizer. name: the function's, or "". example: the name of one of the model's parameters.
 
     Raises OptionError for one that cannot be built. Its state is found when the parameters are known: see `try_on`.
     """
     name = name if name.isidentifier() else ""
     with tried(name or "function"):
-        return _described(Optimizer(name, functools.partial(_built, build), is_known=is_known, named=_takes_names(build)))
+        made = Optimizer(name, functools.partial(_built, build), is_known=is_known, named=_takes_names(build), example=example)
+        return _described(made)
 
 
 @contextmanager
@@ -445,11 +449,12 @@ def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimiz
     """`optimizer` with the state that it keeps under this scheduler: OneCycleLR gives SGD a momentum."""
     if isinstance(schedule, str):
         return optimizer
-    options = Scheduler(schedule, optimizer.build).at(0)
+    first = Scheduler(schedule, optimizer.build, [(optimizer.example, _example())]).at(0).options[0]
 
     def function(given: list[Any]) -> torch.optim.Optimizer:
         built = optimizer.function(given)
-        tune(built, options)
+        for group in built.param_groups:
+            group.update({name: value for name, value in first.items() if name != "lr" and name in group})
         return built
 
     with tried(optimizer.name):
@@ -459,7 +464,7 @@ def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimiz
 
 def _state_tensors(optimizer: Optimizer) -> int:
     """Number of state tensors of a matrix."""
-    return len(optimizer.state_layout({"": spec_of("", _example())}).specs)
+    return len(optimizer.state_layout({optimizer.example: spec_of("", _example())}).specs)
 
 
 def _takes_names(function: Build) -> bool:
@@ -481,6 +486,16 @@ def _built(build: Build, parameters: list[Any]) -> torch.optim.Optimizer:
 
 def _example() -> nn.Parameter:
     return nn.Parameter(torch.zeros(2, 3, dtype=torch.float32, device="cpu"))
+
+
+def example_of(model: object) -> str:
+    """Returns the name of a model's first matrix, or a name that any parameter may have."""
+    several = isinstance(model, list | tuple)
+    for number, part in enumerate(model if isinstance(model, list | tuple) else [model]):
+        for name, parameter in part.named_parameters() if isinstance(part, nn.Module) else ():
+            if parameter.ndim > 1:
+                return f"{number}.{name}" if several else name
+    return Optimizer.example
 
 
 def _described(choice: Optimizer) -> Optimizer:

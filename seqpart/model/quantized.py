@@ -12,7 +12,7 @@ from torch import nn
 from seqpart.errors import ModelError
 from seqpart.interrupts import undivided
 from seqpart.model.inspection import Packed, is_listened_to
-from seqpart.model.live_modules import modules_of, refuse_away, refuse_hooked
+from seqpart.model.live_modules import modules_of, refuse_away, refuse_hooked, refuse_inference
 
 _PADDED = 64
 """The text beside a 4-bit weight is padded with spaces to a multiple of this many bytes, so that equal layers have tensors of
@@ -199,6 +199,7 @@ class PlainTensors:
     def __enter__(self) -> object:
         refuse_away(self._model)  # here every model comes in
         refuse_hooked(self._model)
+        refuse_inference(self._model)
         library = sys.modules.get("bitsandbytes")
         layers = _quantized(self._model, library) if library is not None else {}
         if not layers:

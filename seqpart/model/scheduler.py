@@ -1,9 +1,9 @@
 """Learning-rate schedulers of torch, and others with its protocol: the options of their optimizer's groups at each update.
 
 A partition's optimizer is built anew at every visit, and a scheduler belongs to one optimizer for good. So it is given one of
-its own, of the same kind, that never learns; it steps once for each update, and the options that it has set are then copied
-into the groups of the partition that learns. They depend on the number of updates done, or on the evaluations so far
-(ReduceLROnPlateau): a resumed run steps the scheduler from the beginning, to the same bits.
+its own, with the groups of the whole model, that never learns; it steps once for each update, and the options that it has set
+are then copied into the partition's groups, each by the names of its parameters. They depend on the number of updates done, or
+on the evaluations so far (ReduceLROnPlateau): a resumed run steps the scheduler from the beginning, to the same bits.
 """
 
 import inspect
@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,28 +19,40 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import OptionError
+from seqpart.model.optimizer_trials import BuildNamed
 
-Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Named = Sequence[tuple[str, nn.Parameter]]
+"""Parameters with their names in the model."""
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 """A function from an optimizer to its scheduler: one of torch's, or any object with step(), or timm's step_update(updates)."""
-Groups = tuple[Mapping[str, Any], ...]
-"""Options of each group of an optimizer: lr, and whatever else the scheduler sets, as OneCycleLR does momentum."""
+
+
+class Groups(NamedTuple):
+    """What a scheduler has set in the groups of an optimizer of all parameters."""
+
+    options: tuple[Mapping[str, Any], ...]
+    """Options of each group: lr, and whatever else the scheduler sets, as OneCycleLR does momentum."""
+    of: Mapping[str, int]
+    """{name of a parameter: number of its group}."""
+
 
 _TRIED = 10_000
-"""Most updates that are tried ahead: 0.1 s."""
+"""Most updates that are tried ahead, fewer with several groups: 0.1 s."""
 
 
 class Scheduler:
     """Options of an optimizer's groups as functions of the number of updates done."""
 
     def __init__(
-        self, factory: SchedulerFactory, build: Build, measured: Callable[[], Sequence[tuple[int, float]]] = tuple
+        self, factory: SchedulerFactory, build: BuildNamed, parameters: Named,
+        measured: Callable[[], Sequence[tuple[int, float]]] = tuple,
     ) -> None:  # fmt: skip
-        """Makes the scheduler. build: builds its optimizer. measured: (updates before it, value) of each evaluation so far.
+        """Makes the scheduler. build: builds its optimizer. parameters: stand-ins for all that learn; they keep their values.
+        measured: (updates before it, value) of each evaluation so far.
 
         Raises OptionError if it is no scheduler.
         """
-        self._factory, self._build, self._measured = factory, build, measured
+        self._factory, self._build, self._parameters, self._measured = factory, build, parameters, measured
         self.sets_momentum = False
         """True if it has set a momentum at one of the updates so far."""
         self._begin()
@@ -63,7 +75,8 @@ class Scheduler:
                 self._step(self._done + 1)
             self._done += 1
         self._look()
-        return tuple({name: group[name] for name in self._names if name in group} for group in self._optimizer.param_groups)
+        groups = self._optimizer.param_groups
+        return Groups(tuple({name: group[name] for name in self._names if name in group} for group in groups), self._of)
 
     @contextmanager
     def _setting(self, failed: str) -> Iterator[None]:
@@ -79,7 +92,13 @@ class Scheduler:
 
     def _begin(self) -> None:
         self._told: list[float] = []
-        self._done, self._optimizer = 0, self._build([nn.Parameter(torch.zeros(2, 3, dtype=torch.float32))])
+        names, parameters = [name for name, _ in self._parameters], [parameter for _, parameter in self._parameters]
+        self._done, self._optimizer = 0, self._build(parameters, names)
+        named = {id(parameter): name for name, parameter in self._parameters}
+        self._of = {named[id(one)]: n for n, group in enumerate(self._optimizer.param_groups) for one in group["params"]}
+        self.groups = max(1, len(self._optimizer.param_groups))
+        for group in self._optimizer.param_groups:
+            del group["params"][1:]  # a step without gradients looks at each
         self._names = {"lr"}
         with self._setting("it failed"):
             self._scheduler = self._factory(self._optimizer)
@@ -131,39 +150,42 @@ def note_rates(optimizer: torch.optim.Optimizer) -> None:
             group["initial_lr"] = group["lr"]
 
 
-def tune(optimizer: torch.optim.Optimizer, rate: float | Groups) -> None:
+def tune(optimizer: torch.optim.Optimizer, rate: float | Groups, names: Mapping[int, str]) -> None:
     """Sets the groups' learning rates to `rate` times their initial ones, if they have any, or to the scheduler's options.
 
-    Raises OptionError for an optimizer with more groups for these parameters than for a single one.
+    names: {id of a parameter: its name in the model}. Raises OptionError for a group whose parameters are in several groups of
+    the whole model's optimizer.
     """
-    groups = optimizer.param_groups
-    if not isinstance(rate, tuple):
-        for group in groups:
+    for group in optimizer.param_groups:
+        if not isinstance(rate, Groups):
             if "initial_lr" in group:
                 group["lr"] = group["initial_lr"] * rate
-        return
-    if len(rate) != len(groups):
-        raise OptionError(
-            f"--lr-schedule: the scheduler knows {len(rate)} group(s) of parameters, and the optimizer has {len(groups)}: "
-            "which is whose is not known. Let the optimizer function make as many groups for one parameter."
-        )
-    for group, options in zip(groups, rate, strict=True):
-        group.update(options)
+            continue
+        numbers = {rate.of[names[id(one)]]: names[id(one)] for one in group["params"]}
+        if len(numbers) > 1:
+            raise OptionError(
+                f"--lr-schedule: {' and '.join(numbers.values())} are in one group where the optimizer function gets them with "
+                "few others, and in several where it gets all: which options are theirs is not known. Let it make groups by "
+                "the names (named_parameters) or the attributes of each."
+            )
+        for number in numbers:
+            group.update(rate.options[number])
 
 
 def refuse_unfit(
-    schedule: str | SchedulerFactory, runs: Iterable[int], builds: Iterable[tuple[Build, bool]], *, tested: bool, larger: bool
+    schedule: str | SchedulerFactory, runs: Iterable[int], builds: Iterable[tuple[BuildNamed, bool]], parameters: Named,
+    *, tested: bool, larger: bool,
 ) -> None:  # fmt: skip
     """Raises OptionError for a scheduler that cannot be built, ends before one of `runs` (numbers of updates), sets a momentum
     later, or waits for evaluations that there are not.
 
-    builds: (function that builds an optimizer, True if that keeps no state). tested: true if there are evaluations during the
-    training; larger: true if a larger value of them is better.
+    builds: (function that builds an optimizer, True if that keeps no state). parameters: see `Scheduler`. tested: true if there
+    are evaluations during the training; larger: true if a larger value of them is better.
     """
     if not isinstance(schedule, str):
         for updates, (build, is_bare) in itertools.product(runs, builds):
-            scheduler = Scheduler(schedule, build)
-            scheduler.at(max(0, min(updates - 1, _TRIED)))
+            scheduler = Scheduler(schedule, build, parameters)
+            scheduler.at(max(0, min(updates - 1, _TRIED // scheduler.groups + _TRIED // 10)))
             if scheduler.waits and not tested:
                 raise OptionError(
                     "--lr-schedule: ReduceLROnPlateau steps by the value of each evaluation. Give --eval-every '1 epoch', with "

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import TypeVar
@@ -43,6 +43,7 @@ from seqpart.model.optimizers import (
     refuse_unrounded,
     rounding,
     scheduled,
+    twin_of,
 )
 from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, reduction_of
 from seqpart.model.scheduler import refuse_unfit
@@ -403,6 +404,18 @@ class Inputs:
             if self._optimizer is not None and (self.settings.ram_limit or not self.device.shares_memory):
                 self.tells_apart = any(map(self._optimizer.tells_apart, *self._given()))
 
+    @cached_property
+    def stand_ins(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters without memory in place of all that learn at any time, with their names, in the model's order."""
+        found = list[tuple[int, str, nn.Parameter]]()
+        for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True):
+            for spec in (spec for spec in cost.layout.specs if spec.name in cost.trainable):
+                values = torch.zeros((), dtype=spec.dtype).expand(spec.shape)
+                given = block.alive.get_parameter(spec.name) if block.alive is not None else nn.Parameter(values)
+                place = block.places.get(spec.name, block.number)
+                found.append((place, block.exported(spec.name), twin_of(given, values)))
+        return [(name, parameter) for _, name, parameter in sorted(found, key=lambda one: one[0])]
+
     def _given(self) -> tuple[list[str], list[nn.Parameter]]:
         """Returns names and parameters of modules that were given alive, of those that learn."""
         found = [
@@ -434,8 +447,9 @@ class Inputs:
         tested = self.exact and self.settings.tests != AT_THE_END
         builds = [(one.build, one.is_bare) for one in self.possible_optimizers()]
         refuse_unfit(
-            self.settings.lr_schedule, runs.values(), builds, tested=tested, larger=criterion_of(self.settings.best_by).larger
-        )
+            self.settings.lr_schedule, runs.values(), builds, self.stand_ins, tested=tested,
+            larger=criterion_of(self.settings.best_by).larger,
+        )  # fmt: skip
 
     def _updates(self, epochs: float, batch: int) -> int:
         return self.length(epochs, batch).updates

@@ -219,7 +219,8 @@ class Partition:
             return
         in_order = [by_place[place] for place in sorted(by_place)]
         names = [name for name, _ in in_order] if self._choice.named else []
-        self._adopted = self._choice.adopt(self._choice.build([parameter for _, parameter in in_order], names))
+        built = self._choice.build([parameter for _, parameter in in_order], names)
+        self._adopted = self._choice.adopt(built, {id(parameter): name for name, parameter in in_order})
         self.built = weakref.ref(self._adopted.optimizer)
         every = zip(self.blocks, parameters, self._states, states, begun, strict=True)
         for block, own, layout, region, made in (one for one in every if one[1]):

@@ -351,7 +351,8 @@ class Run:
         if isinstance(schedule, str):
             factor = rate_schedule(schedule, self._settings.warmup_updates)
             return lambda phase, done: factor(*phase.share_of(done))
-        scheduler = cache(lambda optimizer: Scheduler(schedule, optimizer.build, lambda: self.watch.evaluations.values))
+        stand_ins, values = self._planner.stand_ins, lambda: self.watch.evaluations.values
+        scheduler = cache(lambda optimizer: Scheduler(schedule, optimizer.build, stand_ins, values))
         return lambda phase, done: scheduler(stage.optimizers[phase.partition]).at(phase.share_of(done)[0])
 
     def _parting(self, stage: Stage) -> Parting | None:

@@ -236,7 +236,7 @@ def train_plainly(session: Run, model: object, updates: int) -> dict[tuple[int, 
     names = {
         id(tensor): block.exported(name) for block in session.prepared.chain for name, tensor in tensors[block.number].items()
     }
-    adopted = choice.adopt(choice.build(trained, [names[id(parameter)] for parameter in trained]))
+    adopted = choice.adopt(choice.build(trained, [names[id(parameter)] for parameter in trained]), names)
     judge = session.prepared.loss(0)
     assert judge is not None
     left = updates

@@ -1,6 +1,8 @@
 """A model that is cut at its layers does what it did whole: outputs, gradients, names, in training and in evaluation."""
 
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -185,6 +187,10 @@ def test_lists_of_blocks_stay_what_they_are():
     assert [block.alive for block in chain_of(nn.Sequential(*blocks), (4,), torch.float32)] == blocks
 
 
+def swish(x):
+    return x * torch.sigmoid(x)
+
+
 class Looks(nn.Module):
     def __init__(self, look):
         super().__init__()
@@ -236,6 +242,32 @@ def test_a_model_that_cannot_be_cut_is_one_block_which_says_why(look, said):
     assert re.search(said, "".join(chain.whole_parts))
     assert [block.exported(name) for name in block.alive.state_dict()] == [*model.state_dict()]
     assert_same_as_whole(model, quantities(), 1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+def test_a_model_that_calls_a_scripted_function_is_one_block_which_says_why():
+    """It gave a line of the interpreter's for a reason."""
+    scripted = torch.jit.script(swish)
+    model = Looks(lambda self, x: self.two(scripted(x)))
+    (said,) = trace(model, (4,), torch.float32).whole_parts
+    assert "it calls a function of torch.jit.script" in said and "leave the decorator out" in said
+    assert_same_as_whole(model, quantities(), 1, 1)
+
+
+@pytest.mark.slow
+def test_a_model_is_cut_by_an_interpreter_without_assertions_too():
+    """Under `python -O` the rows had no number in the recording, and the model was said to have a weight in a list."""
+    code = (
+        "import torch; from torch import nn; from seqpart.capture.capture import trace\n"
+        "class Two(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)\n"
+        "    def forward(self, x):\n"
+        "        return self.b(self.a(x).relu())\n"
+        "print(len(trace(Two(), (4,), torch.float32)), __debug__)"
+    )
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "2 False\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -406,6 +406,14 @@ def test_tiles_have_the_attributes_of_the_weight_that_they_are_of(tmp_path):
     assert sorted(shape for mark, shape in seen if mark) == [(32, 64)]
 
 
+def test_a_model_that_was_built_in_inference_mode_is_refused_before_it_is_planned():
+    """It was planned, and ended in a traceback of torch's in the first backward."""
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    with pytest.raises(ModelError, match=r"weight of a Linear was made inside torch\.inference_mode\(\), and cannot learn"):
+        Trainer(model, mem_limit="2GB", method="full").plan((torch.randn(16, 6), torch.arange(16) % 3))
+
+
 @pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])
 @pytest.mark.few(1)
 def test_hooks_of_accelerate_are_named_and_the_cure_trains(way, tmp_path):

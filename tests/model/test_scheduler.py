@@ -188,9 +188,9 @@ def test_another_schedule_may_be_taken_on_resume_and_is_told(monkeypatch, tmp_pa
 
 @given(st.sampled_from(SCHEDULES), st.lists(st.integers(0, UPDATES - 1), min_size=1, max_size=6))
 def test_what_a_schedule_says_depends_on_the_updates_alone(schedule, asked):
-    build = choose("sgd", lr=0.01, momentum=0.9).build
-    one = Scheduler(schedule, build)
-    assert [one.at(done) for done in asked] == [Scheduler(schedule, build).at(done) for done in asked]
+    of_one = schedule, choose("sgd", lr=0.01, momentum=0.9).build, [("weight", nn.Parameter(torch.zeros(2, 3)))]
+    one = Scheduler(*of_one)
+    assert [one.at(done) for done in asked] == [Scheduler(*of_one).at(done) for done in asked]
 
 
 def test_sil_begins_it_anew_in_every_partition(tmp_path):
@@ -277,16 +277,60 @@ def test_a_warm_up_of_ours_goes_with_schedules_of_ours():
         Settings(mem_limit="2GB", method="auto", lr_schedule=7)
 
 
-def test_groups_that_one_parameter_does_not_show_are_refused(tmp_path):
-    def by_dimensions(parameters):
-        groups = [[one for one in parameters if one.ndim > 1], [one for one in parameters if one.ndim < 2]]
-        return torch.optim.SGD([{"params": group} for group in groups if group], lr=0.01)
+def by_dimensions(parameters):
+    groups = [[one for one in parameters if one.ndim > 1], [one for one in parameters if one.ndim < 2]]
+    return torch.optim.SGD([{"params": group} for group in groups if group], lr=0.01)
 
-    trainer = Trainer(
-        network(), None, by_dimensions, mem_limit="2GB", method="full", quiet=True, output_dir=tmp_path, lr_schedule=restarts
+
+def head_and_rest(named_parameters):
+    """A rate of its own for the last layer, in groups that a partition may lack."""
+    groups = {True: [], False: []}
+    for name, parameter in named_parameters:
+        groups[name.startswith("4.")].append(parameter)
+    return torch.optim.AdamW(
+        [{"params": own, "lr": 0.03 if head else 0.001} for head, own in groups.items() if own], fused=True
     )
-    with pytest.raises(OptionError, match=r"knows 1 group\(s\) of parameters, and the optimizer has 2"):
-        trainer.fit(*numbers((6,)))
+
+
+def by_depth(named_parameters):
+    """Each layer's rate by the number in its name, each parameter in a group of its own."""
+    groups = [{"params": [one], "lr": 0.01 * 0.8 ** int(name.split(".")[0])} for name, one in named_parameters]
+    return torch.optim.AdamW(groups, fused=True)
+
+
+def of_two_kinds(named_parameters):
+    named = list(named_parameters)
+    first, last = ([one for name, one in named if name.startswith("4.") is head] for head in (False, True))
+    made = [torch.optim.SGD(first, lr=0.01)] if first else []
+    return made + ([torch.optim.AdamW(last, lr=0.02, fused=True)] if last else [])
+
+
+def constant(optimizer):
+    return lr_scheduler.LambdaLR(optimizer, lambda done: 1.0)
+
+
+@pytest.mark.parametrize("schedule", [constant, restarts])
+@pytest.mark.parametrize("build", [by_dimensions, head_and_rest, by_depth, of_two_kinds])
+def test_each_partition_has_the_rates_of_its_own_groups(build, schedule, tmp_path):
+    """Of a scheduler whose optimizer had one parameter alone the head learned, in silence, at the rate of the rest."""
+    model, (train, _) = network(), numbers((6,))
+    x, y = train.open()[0].float(), train.labels
+    made = build([*(model.parameters() if build is by_dimensions else model.named_parameters())])
+    optimizers = made if isinstance(made, list) else [made]
+    schedulers = [schedule(optimizer) for optimizer in optimizers]
+    for _ in range(EPOCHS):
+        for start in range(0, ROWS, BATCH):
+            F.cross_entropy(model(x[start : start + BATCH]), y[start : start + BATCH]).backward()
+            for one in (*optimizers, *schedulers):
+                one.step()
+            model.zero_grad()
+    trainer = Trainer(
+        network(), None, build, mem_limit="2GB", method="streamed", partitions=(0, 2, 4), batch_size=BATCH, epochs=EPOCHS,
+        micro_batch_size=BATCH, shuffle=False, quiet=True, output_dir=tmp_path, lr_schedule=schedule,
+    )  # fmt: skip
+    found = load_file(trainer.fit(*numbers((6,))).weights)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(found[key], tensor), key
 
 
 def test_the_page_about_optimizers_runs_as_printed(tmp_path, monkeypatch, capsys):
