@@ -107,6 +107,7 @@ def plain(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def zero_3(model: Any, optimizer: Any, batch: int) -> tuple[Any, Any]:
     """DeepSpeed's engine for ZeRO-3 in memory, with its own settings, and the function that makes an update of a loss."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
     if RANKS == 1:
