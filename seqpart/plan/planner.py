@@ -477,7 +477,9 @@ class Planner(Inputs):
         if recovery is not None:
             seconds += recovery.seconds * self._updates(self.settings.recovery_epochs, self.recovery_batch)
         (exchanged, said), others = self._exchanged(candidate, costs), self.ranks.count - 1
-        waits = self.ranks.seconds_of(exchanged)
+        waits, saves = self.ranks.seconds_of(exchanged), self.settings.save_every != "never"
+        divided = next((phase for phase, _ in counted(phases) if phase.divides_state and not saves), None)
+        own = [cost for p, cost in enumerate(costs) if divided is None or divided.owner_of(p) == divided.rank]
         if others:
             seconds += waits * sum(phase.updates * times for phase, times in counted(phases) if phase.ranks > 1)
             reasons = (*reasons, f"{said.format(format_size(exchanged))} with {others} other process(es): {waits:.3g} s")
@@ -486,7 +488,7 @@ class Planner(Inputs):
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
             disk_bytes=disk_bytes(
-                problem, candidate, costs, row_packs, saves=self.settings.save_every != "never", views=self.settings.views,
+                problem, candidate, costs, row_packs, own=own, saves=saves, views=self.settings.views,
                 all_states=not self.alone or bool(self.settings.recovery_epochs) or self.settings.averages,
                 remembers=self.settings.keep_best), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
