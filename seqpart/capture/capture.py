@@ -27,7 +27,7 @@ from seqpart.capture.program import Differs, Program, by_name, following, genera
 from seqpart.capture.recorder import Inside, Recorder, program_of
 from seqpart.capture.unrecorded import HiddenPath, extremes, refuse_memory
 from seqpart.errors import ModelError
-from seqpart.model.blocks import Chain, as_chain, refuse_without_values
+from seqpart.model.blocks import Chain, as_chain, fake_like, refuse_without_values
 from seqpart.model.inspection import cure_of_tokens, cure_of_types, is_listened_to, left_as_they_are, listed, remembered
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
@@ -359,7 +359,7 @@ def _on_fakes(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """A context in which the model has fake tensors, which it yields by name, and afterwards is as it was."""
     mode, own = FakeMode(), {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with _left_as_it_is(model), quiet_random(_without_draws(model)), quiet_log():
-        fakes = {name: _faked(tensor, mode) for name, tensor in own.items()}
+        fakes = {name: fake_like(tensor, mode) for name, tensor in own.items()}
         alike = {id(tensor): fakes[name] for name, tensor in own.items()}
         with with_tensors(model, fakes), listed(model, alike), mode:
             yield fakes
@@ -379,12 +379,3 @@ def _left_as_it_is(model: nn.Module) -> Iterator[None]:
     finally:
         for config in caching:
             config.use_cache = True
-
-
-def _faked(tensor: torch.Tensor, mode: FakeMode) -> torch.Tensor:
-    number = tensor.item() if not (tensor.ndim or tensor.is_floating_point() or tensor.is_meta) else None
-    with mode:
-        if number is not None:
-            return torch.tensor(number, dtype=tensor.dtype)
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake

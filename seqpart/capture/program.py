@@ -220,15 +220,18 @@ def with_fields(tree: Any, values: dict[str, Any]) -> Any:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the tree with `change` applied to every leaf."""
+    """Returns the tree with `change` applied to every leaf, in mappings of any kind too."""
     if isinstance(tree, torch.Size):
         return tuple(change(part) for part in tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(mapped(part, change) for part in tree))
     if isinstance(tree, list | tuple):
         return type(tree)(mapped(part, change) for part in tree)
-    if isinstance(tree, dict):
-        return {key: mapped(part, change) for key, part in tree.items()}
+    if isinstance(tree, Mapping):
+        parts = {key: mapped(part, change) for key, part in tree.items()}
+        if type(tree) is dict:
+            return parts
+        return type(tree)(**parts) if all(isinstance(key, str) for key in parts) else type(tree)(parts)  # type: ignore[call-arg]
     if isinstance(tree, slice):
         return slice(*(mapped(part, change) for part in (tree.start, tree.stop, tree.step)))
     if holds_fields(tree):
