@@ -173,10 +173,10 @@ class Cutter:
         paths = dict.fromkeys(op.function for op in (*ops, *beside) if isinstance(op.function, str))
         direct = dict.fromkeys([name for op in (*ops, *beside) for name in sorted(op.owned)] + sorted(spare))
         described = type(self._modules[next(reversed(paths), "")]).__name__
-        modules, tensors = {path: self._called(path, ops) for path in paths}, {name: self._owners[name] for name in direct}
+        modules, tensors = {path: self._called(path) for path in paths}, {name: self._owners[name] for name in direct}
         return Segment(modules, tensors, steps[0], steps[1], described), taken
 
-    def _called(self, path: str, ops: Sequence[Op]) -> nn.Module:
+    def _called(self, path: str) -> nn.Module:
         """Returns the module at `path`; a copy with the same parameters if another segment calls it too and its buffers are
         constants, as positions and rotary embeddings are."""
         module: nn.Module = self._modules[path]

@@ -153,18 +153,6 @@ def by_name(found: Any) -> dict[str, Any]:
     return fields_of(found) if holds_fields(found) else {}
 
 
-def attention_kernels() -> tuple[SDPBackend, ...]:
-    """Returns the kernels that `scaled_dot_product_attention` may choose from."""
-    cuda: Any = torch.backends.cuda
-    enabled = {
-        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: cuda.math_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
-    }
-    return tuple(kernel for kernel, may in enabled.items() if may)
-
-
 def leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, list | tuple):
         for part in tree:

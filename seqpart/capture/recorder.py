@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, unset_fake_temporarily
+from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -21,7 +22,6 @@ from seqpart.capture.program import (
     OwnBackward,
     Program,
     Ref,
-    attention_kernels,
     leaves,
     mapped,
     needed_for,
@@ -85,7 +85,7 @@ class Recorder(TorchFunctionMode):
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._numbers_read, self._layers, self._largest = ReadNumbers(names), Layers(blocks), largest
         self._again, self._row, self._hidden = again, row, HiddenPaths(names)
-        self._count, self._inside, self._attention = 0, 0, attention_kernels()
+        self._count, self._inside, self._attention = 0, 0, tuple(_cur_sdpa_kernel_backends())
         self._stack: list[nn.Module] = []
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -251,7 +251,7 @@ class Recorder(TorchFunctionMode):
         rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         own_autocast = None if autocast == self._autocast else autocast or torch.float32
-        attention = None if (kernels := attention_kernels()) == self._attention else kernels
+        attention = None if (kernels := tuple(_cur_sdpa_kernel_backends())) == self._attention else kernels
         changes_own = any(id(tensor) in self._names for tensor in changed)
         self.ops.append(
             Op(

@@ -1,6 +1,7 @@
 """Replaces large layers of a model by tiles, and puts the layers back with the values that the tiles have learned."""
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,10 +20,12 @@ from seqpart.model.blocks import as_chain
 from seqpart.model.inspection import ACTIVATIONS, is_listened_to
 from seqpart.model.live_modules import modules_of, replaced
 from seqpart.model.losses import SeparableLinear
+from seqpart.model.tensors import twin_of
 
 
 class Tiled(nn.Module):
-    """Replacement of a layer: its children 0, 1, ... are the tiles, each with a parameter `weight` of its rows."""
+    """Replacement of a layer: its children 0, 1, ... are the tiles, each with a parameter `weight` of its rows. Each adds its
+    part to what those before it found."""
 
     def __init__(self, tiles: Sequence[nn.Module], nbytes: int) -> None:
         super().__init__()
@@ -31,15 +34,16 @@ class Tiled(nn.Module):
         self.nbytes = nbytes
         """Most bytes of a tile's weight."""
 
-
-class TiledEmbedding(Tiled):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Looks up `ids`, integers of any shape. The same bits as nn.Embedding, gradients too: each row is in one tile."""
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor | None = None
         for tile in self.children():
-            found = tile(ids, found)
+            found = tile(*given, found)
         assert found is not None
         return found
+
+
+class TiledEmbedding(Tiled):
+    """Looks up ids, integers of any shape. The same bits as nn.Embedding, gradients too: each row is in one tile."""
 
 
 class EmbeddingTile(nn.Module):
@@ -67,8 +71,9 @@ class EmbeddingTile(nn.Module):
 
 
 class TiledLinear(Tiled):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps (..., in) to (..., out). The gradient of x is a sum over tiles, which rounds differently from a layer's."""
+    """Maps (..., in) to (..., out). The gradient of x is a sum over tiles, which rounds differently from a layer's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return torch.cat([tile(x) for tile in self.children()], dim=-1)
 
 
@@ -82,16 +87,10 @@ class LinearTile(nn.Module):
 
 
 class TiledExperts(Tiled):
-    def forward(self, hidden: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """Maps tokens (n, width) to the sums of their experts' outputs. experts, shares: (n, k), of each token.
+    """Maps tokens (n, width), their experts and the shares of these, (n, k) each, to the sums of the experts' outputs.
 
-        Sums of more than two experts, and the gradient of the tokens, are added tile by tile, which may round differently.
-        """
-        found: torch.Tensor | None = None
-        for tile in self.children():
-            found = tile(hidden, experts, shares, found)
-        assert found is not None
-        return found
+    Sums of more than two experts, and the gradient of the tokens, are added tile by tile, which may round differently.
+    """
 
 
 class _ExpertsTile(nn.Module):
@@ -125,15 +124,16 @@ class _Unused(torch.autograd.Function):
         return gradients[0], *map(torch.zeros_like, ctx.saved_tensors)
 
 
-_tile_classes: dict[type, type[nn.Module]] = {}
-"""{class of a layer of experts: class of its tiles}."""
+@functools.cache
+def _tile_class(kind: type) -> type[nn.Module]:
+    """Returns the class of the tiles of a layer of experts."""
+    return type(f"{kind.__name__}Tile", (_ExpertsTile, kind), {})
 
 
 def _experts_tile(layer: nn.Module, pieces: dict[str, nn.Parameter], first: int) -> nn.Module:
     """A tile of `layer`, whose other attributes and modules it shares: a layer of transformers with experts from `first` on."""
     tile = copy.copy(layer)
-    kind = type(layer)
-    tile.__class__ = _tile_classes.setdefault(kind, type(f"{kind.__name__}Tile", (_ExpertsTile, kind), {}))
+    tile.__class__ = _tile_class(type(layer))  # type: ignore[arg-type]
     tile._parameters, tile._modules = dict(pieces), dict(layer._modules)
     tile._first, tile.num_experts, tile._is_expert_parallel = first, len(next(iter(pieces.values()))), True  # type: ignore[assignment]
     return tile
@@ -205,7 +205,7 @@ class _Splits:
         """Returns the tiles of a parameter, each of so many rows."""
         assert isinstance(whole, nn.Parameter)
         if id(whole) not in self._of:
-            tiles = [piece_of(whole, part) for part in torch.split(whole.data, rows)]
+            tiles = [twin_of(whole, part, whole.requires_grad) for part in torch.split(whole.data, rows)]
             self._of[id(whole)] = Split(whole, whole.shape, whole.stride(), tiles)
         return self._of[id(whole)].tiles
 
@@ -260,13 +260,6 @@ def _tiled(layer: nn.Module, nbytes: int, splits: _Splits) -> Tiled:
         ],
         nbytes,
     )  # fmt: skip
-
-
-def piece_of(whole: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
-    """Makes `part` a parameter with the attributes of `whole`: an optimizer's groups may be made by these."""
-    piece = nn.Parameter(part, whole.requires_grad)
-    vars(piece).update(vars(whole))
-    return piece
 
 
 def first_that_fits(

@@ -218,11 +218,7 @@ def _let_go(stream: IO[str]) -> None:
 def _writable(text: str, stream: IO[str]) -> str:
     """Replaces characters that the terminal's encoding lacks, as a path may have."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-    return text
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 LOGGER = logging.getLogger("seqpart")

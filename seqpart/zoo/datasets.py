@@ -56,18 +56,14 @@ def load(
         return digits()
     if name in _MNISTS:
         return _mnist(name, data_dir, download)
-    if prefix == "idx" and rest:
-        return _idx(Path(rest), f"--data {name}")
-    if prefix == "npz" and rest:
-        return _npz(Path(rest))
-    if prefix == "folder" and rest:
-        return images.load_kept(Path(rest), image_size)
-    if prefix == "imagefolder" and rest:
-        return images.load(Path(rest), image_size, augment)
-    if prefix == "text" and rest:
-        return text.load(Path(rest), context)
-    if prefix == "hf-text" and rest:
-        return tokenized.load(Path(rest), tokenizer, context)
+    reads: dict[str, Callable[[Path], tuple[Any, Any]]] = {
+        "idx": lambda path: _idx(path, f"--data {name}"), "npz": _npz, "text": lambda path: text.load(path, context),
+        "folder": lambda path: images.load_kept(path, image_size),
+        "imagefolder": lambda path: images.load(path, image_size, augment),
+        "hf-text": lambda path: tokenized.load(path, tokenizer, context),
+    }  # fmt: skip
+    if prefix in reads and rest:
+        return reads[prefix](Path(rest))
     if rest:
         found = called(name, "--data")
         if not isinstance(found, tuple | list) or len(found) != 2:
