@@ -44,8 +44,12 @@ class _Cut:
             idle = min(gives.index([]), len(pieces) - 2)
             pieces[idle : idle + 2] = [pieces[idle] + pieces[idle + 1]]
         for place, ops in enumerate(pieces):
-            for op in ops:
-                _refuse_unseen(op, place, maker)
+            for op in ops:  # tensors that share memory in one piece may be separate in another
+                if len({n for n in (*op.changed, *(old for _, old in op.rebinds)) if maker.get(n, -1) < place}) > 1:
+                    why = (
+                        "a tensor is changed in place that shares its memory with another, used later: change a copy (.clone())"
+                    )
+                    raise Inside(why, op.where)
         return cls(program, pieces, [sorted(numbers) for numbers in used], gives)
 
     def rows(self, place: int) -> int | None:
@@ -92,14 +96,6 @@ def _between(paths: Collection[object], calls: Sequence[object]) -> range:
     """Returns the places of `calls` from the first of some modules to before the last of them."""
     places = [place for place, call in enumerate(calls) if call in paths]
     return range(places[0], places[-1]) if places else range(0)
-
-
-def _refuse_unseen(op: Op, place: int, maker: Mapping[int, int]) -> None:
-    """Raises Inside if a call changes in place one of two tensors that share memory and come from earlier pieces, where
-    they may be separate."""
-    if len({n for n in (*op.changed, *(old for _, old in op.rebinds)) if maker.get(n, -1) < place}) > 1:
-        why = "a tensor is changed in place that shares its memory with another, used later: change a copy (.clone())"
-        raise Inside(why, op.where)
 
 
 class Cutter:

@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -52,12 +53,6 @@ class Inside(Exception):
     def __init__(self, why: str, where: str = "", module: nn.Module | None = None, path: str = "") -> None:
         super().__init__(why)
         self.module, self.path, self.where, self.why = module, path, where, why
-
-
-def _writes_into_lists(function: Any) -> bool:
-    """True for functions such as torch._foreach_add_, which count no versions of the tensors that they change."""
-    name = getattr(function, "__name__", "")
-    return name.startswith("_foreach_") and name.endswith("_")
 
 
 class Recorder(TorchFunctionMode):
@@ -123,9 +118,7 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def calls(self) -> Iterator[None]:
         """A context in which calls of modules and of autograd functions go through this recorder."""
-        module_class: Any = nn.Module
-        function_class: Any = torch.autograd.Function
-        before, apply = nn.Module.__call__, vars(function_class)["apply"]
+        before, apply = nn.Module.__call__, vars(torch.autograd.Function)["apply"]
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._call(before, module, args, kwargs)
@@ -138,11 +131,9 @@ class Recorder(TorchFunctionMode):
                 return args[0](*args[2:])
             return self._record(OwnBackward(kind), lambda: bound(*args, **kwargs), args, kwargs)
 
-        module_class.__call__, function_class.apply = call, classmethod(applied)
-        try:
+        applies = patch.object(torch.autograd.Function, "apply", classmethod(applied))
+        with patch.object(nn.Module, "__call__", call), applies:
             yield
-        finally:
-            module_class.__call__, function_class.apply = before, apply
 
     def _call(self, before: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._inside:
@@ -218,7 +209,9 @@ class Recorder(TorchFunctionMode):
         try:
             found = run()
             changed = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
-            changed += leaves(args[0]) if _writes_into_lists(function) else []
+            name = getattr(function, "__name__", "")
+            if name.startswith("_foreach_") and name.endswith("_"):  # these count no versions
+                changed += leaves(args[0])
             made = tensors_in(found)
             put = put_into(opened(theirs), {*self._names, *map(id, [*given, *made])}) if isinstance(function, str) else []
             made += put

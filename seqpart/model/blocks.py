@@ -6,8 +6,8 @@ Between its visits to the device a block is its module with empty parameters.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -173,11 +173,9 @@ class Block:
             if name in self._shapes:
                 parameter.requires_grad_(self.learns.get(name, self._shapes[name].requires_grad))
 
-    @contextmanager
-    def left_as_it_is(self) -> Iterator[None]:
+    def left_as_it_is(self) -> AbstractContextManager[None]:
         """A context after which a module given alive has its earlier attributes again: no cache of fake tensors, no mode."""
-        with left_as_they_are(module for module, _ in self._modes):
-            yield
+        return left_as_they_are(module for module, _ in self._modes)
 
     def exported(self, name: str) -> str:
         """Name of the block's tensor `name` in the model's own state_dict."""

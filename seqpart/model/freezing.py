@@ -52,13 +52,9 @@ class Frozen:
         """Returns the times of a parameter with these names, for it may have several; none if it is not in `unfreeze`."""
         return [time for name in names for pattern, time in self.unfreeze.items() if fnmatchcase(name, pattern)]
 
-    def freezes(self, name: str) -> bool:
-        """True if the parameter never learns."""
-        return any(fnmatchcase(name, pattern) for pattern in self.freeze) and not self.times([name])
-
     def learns(self, parameter: nn.Parameter, names: list[str]) -> bool | None:
         """True if a parameter with these names learns at any time, False if never; None if nothing names it, or it cannot."""
-        late, never = bool(self.times(names)), any(map(self.freezes, names))
+        late, never = bool(self.times(names)), any(fnmatchcase(name, one) for name in names for one in self.freeze)
         can = parameter.is_floating_point() or parameter.is_complex()
         return late if can and (late or never) else None
 

@@ -194,7 +194,8 @@ def plain_tensors(model: object, device: str) -> Iterator[object]:
     refuse_away(model)  # here every model comes in
     refuse_hooked(model)
     library = sys.modules.get("bitsandbytes")
-    layers = _quantized(model, library) if library is not None else {}
+    kinds = () if library is None else (library.nn.Linear4bit, library.nn.Linear8bitLt)
+    layers: dict[Any, str] = {module: name for name, module in _named(model) if isinstance(module, kinds)}
     if not layers:
         yield model
         return
@@ -225,12 +226,6 @@ def plain_tensors(model: object, device: str) -> Iterator[object]:
                 stack.close()
                 for (owner, attribute, name), own in emptied:
                     setattr(owner, attribute, own.get_parameter(name).data)
-
-
-def _quantized(model: object, library: Any) -> dict[Any, str]:
-    """{layer of the library: its name in the model}, for the known kinds of layers."""
-    kinds = (library.nn.Linear4bit, library.nn.Linear8bitLt)
-    return {module: name for name, module in _named(model) if isinstance(module, kinds)}
 
 
 def _named(model: object) -> Iterator[tuple[str, nn.Module]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -375,11 +376,8 @@ def parameters_on_meta() -> Iterator[None]:
     def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param if param is None or param.is_meta else _on_meta(param))
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
-    try:
+    with patch.object(nn.Module, "register_parameter", without_memory):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:

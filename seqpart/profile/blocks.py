@@ -365,7 +365,8 @@ def _watch_training(
             live.ignore([*xs, *tensors.values()])
             before, others = live.live, set(live.sizes)
             versions = [x._version for x in xs]
-            with live.watch(), cast(autocast), narrow or nullcontext():
+            live.restart()
+            with cast(autocast), narrow or nullcontext():
                 ys = _run_in_training(block, module, tensors, xs)
             written = frozenset(v.number for v, x, old in zip(taken, xs, versions, strict=True) if x._version > old)
             _refuse_bad_boundary(block, ys, rows)
@@ -391,7 +392,8 @@ def _watch_training(
             del ys, roots
             start = live.live
             saved_alone = start - before - sum(value.nbytes for value in gives if value.learns)
-            with live.watch(), narrow or nullcontext():  # a Function's backward and hooks may read weights
+            live.restart()
+            with narrow or nullcontext():  # a Function's backward and hooks may read weights
                 torch.autograd.backward(edges, grad_tensors=gradients)
                 peaks.append(live.peak - start)
             del edges, gradients

@@ -5,8 +5,9 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -75,11 +76,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.pop(key, None)
         self.sizes.pop(key, None)
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """A context that restarts the peak at the bytes alive now."""
+    def restart(self) -> None:
+        """Restarts the peak at the bytes alive now."""
         self.peak = self.live
-        yield
 
 
 def tensors_in(result: Any) -> Iterator[torch.Tensor]:
@@ -247,15 +246,9 @@ class SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def quiet_log() -> Iterator[None]:
+def quiet_log() -> AbstractContextManager[object]:
     """A context without torch's log of tracebacks of operations that refuse their input; our errors say it in words."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 @contextmanager
@@ -273,12 +266,10 @@ def quiet_random(cure: str = "") -> Iterator[None]:
             )
 
 
-@contextmanager
-def cast(autocast: torch.dtype | None) -> Iterator[None]:
+def cast(autocast: torch.dtype | None) -> AbstractContextManager[object]:
     """The autocast context of the executor's forward pass: narrow copies of weights are freed after it, except those that
     autograd saved. Fake tensors are on the CPU, whatever the device will be."""
-    with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
-        yield
+    return nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
 
 
 class Writes(TorchDispatchMode):

@@ -83,7 +83,8 @@ def digits() -> tuple[Split, Split]:
     """Returns scikit-learn's 1,797 handwritten digits, 8 x 8 pixels, from 0 to 1; every fifth row is a test row."""
     table = digits_table()
     x, y = torch.from_numpy(table[:, :64]).to(torch.float32) / 16, torch.from_numpy(table[:, 64]).to(torch.int64)
-    return every_fifth(x, y)
+    test = torch.arange(len(y)) % 5 == 4
+    return _split("training", x[~test], y[~test]), _split("test", x[test], y[test])
 
 
 def digits_table() -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
@@ -94,12 +95,6 @@ def digits_table() -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
         if path.exists():
             return np.loadtxt(path, delimiter=",")
     raise DataError("--data digits: scikit-learn's digits.csv.gz was not found. Install scikit-learn, or give another --data.")
-
-
-def every_fifth(x: torch.Tensor, y: torch.Tensor) -> tuple[Split, Split]:
-    """A fixed 80/20 split: rows 4, 9, 14, ... are the test rows."""
-    test = torch.arange(len(y)) % 5 == 4
-    return _split("training", x[~test], y[~test]), _split("test", x[test], y[test])
 
 
 def _split(name: str, x: torch.Tensor, y: torch.Tensor) -> Split:
