@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
 from seqpart.config import Config
-from seqpart.data.padding import Padding, Sizes, padded, padded_source, sizes_of_batch, sizes_of_item, tokenizer_says
+from seqpart.data.padding import ITEM, Padding, Sizes, padded, padded_source, sizes_of, tokenizer_says
 from seqpart.data.source import RowTaker, Source, SourceReader, generators_kept, kept_type
 from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_pair, as_split, is_pair, split_of, spread, tested_on
 from seqpart.data.workers import Job, Part, empty, fill
@@ -436,13 +436,13 @@ def spanned(several: Iterable[Sizes]) -> tuple[Sizes, list[str | int]]:
 def _sizes(data: Any) -> Iterator[Sizes]:
     """Yields the sizes of the data's batches or items, in order."""
     if isinstance(data, Mapping) or is_pair(data):
-        yield sizes_of_batch(data)
+        yield sizes_of(data)
         return
     source = counted(source_of(data, "training"))
     reader, draws = SourceReader(source), source.draws(0, "train", 0, 0)
     if source.collate is None:
-        yield from (sizes_of_item(reader.item(draws, number)) for number in range(source.count))
+        yield from (sizes_of(reader.item(draws, number), ITEM) for number in range(source.count))
         return
     for batch, first in enumerate(range(0, source.count, source.batch)):
         numbers = range(first, min(first + source.batch, source.count))
-        yield from (sizes_of_batch(found) for found in reader.read(draws, batch, numbers))
+        yield from (sizes_of(found) for found in reader.read(draws, batch, numbers))
