@@ -277,16 +277,11 @@ def _of_source(source: Source, settings: Config, *, whole: bool = False) -> Spli
         source = counted(source, None if steps is None else steps * (source.batch or max(values_of(settings.batch_size))))
         like, kept = _first(source, draws)
         classes = not like.labels.is_floating_point() and not like.label_form and like.labels.ndim == 1 and not source.goes_on
-        labels = _labels_of(source, like, kept, draws) if classes or whole else like.labels
-    part = Part(source, RowTaker(like, kept))
-
-    def passes() -> Iterator[torch.Tensor]:
-        for rows, _ in _passed(part, draws):
-            yield rows
-
+        part = Part(source, RowTaker(like, kept))
+        labels = _labels_of(part, like, draws) if classes or whole else like.labels
     return replace(
-        like, count=source.count, labels=labels, open=passes, source=source, kept=kept, padded=source.padded,
-        some=partial(_some, source, draws),
+        like, count=source.count, labels=labels, open=lambda: (rows for rows, _ in _passed(part, draws)), source=source,
+        kept=kept, padded=source.padded, some=partial(_some, source, draws),
     )  # fmt: skip
 
 
@@ -362,14 +357,15 @@ def _passed(part: Part, draws: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
         yield rows, labels
 
 
-def _labels_of(source: Source, like: Split, kept: torch.dtype, draws: Any) -> torch.Tensor:
+def _labels_of(part: Part, like: Split, draws: Any) -> torch.Tensor:
     """Returns the labels of all rows: the data set's `targets` if its items agree, else those of a pass over it."""
+    source = part.source
     targets = _targets(source.items)
     if targets is not None and len(targets) == source.count and _agree(source, targets, like, draws):
         labels = as_split((np.zeros((source.count, 1), np.uint8), np.asarray(targets)), source.name).labels
         if labels.dtype == like.labels.dtype and labels.shape[1:] == like.labels.shape[1:]:
             return labels
-    return torch.cat([labels for _, labels in _passed(Part(source, RowTaker(like, kept)), draws)])
+    return torch.cat([labels for _, labels in _passed(part, draws)])
 
 
 def _targets(items: Any) -> Any:
