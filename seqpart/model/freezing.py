@@ -90,6 +90,16 @@ def freezing(model: object, frozen: Frozen, mode: FakeTensorMode) -> Iterator[ob
     if not (frozen.freeze or frozen.unfreeze):
         yield model
         return
+    before = list[tuple[nn.Parameter, bool]]()
+    try:
+        yield _frozen(model, frozen, mode, before)
+    finally:
+        for parameter, learned in reversed(before):
+            parameter.requires_grad_(learned)
+
+
+def _frozen(model: object, frozen: Frozen, mode: FakeTensorMode, before: list[tuple[nn.Parameter, bool]]) -> object:
+    """Returns the model that is frozen so. before: gets the parameters that were changed, with their requires_grad."""
     several = isinstance(model, list | tuple)
     parts: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
     named = [
@@ -100,23 +110,18 @@ def freezing(model: object, frozen: Frozen, mode: FakeTensorMode) -> Iterator[ob
     for _, name, one in (found for own in named for found in own):
         names.setdefault(id(one), []).append(name)
     frozen.refuse_strangers([name for several_names in names.values() for name in several_names])
-    before = list[tuple[nn.Parameter, bool]]()
     made = dict[object, Factory]()
-    try:
-        for n, (part, own) in enumerate(zip(parts, named, strict=True)):
-            found = ((name, one, frozen.learns(one, names[id(one)])) for name, _, one in own)
-            wanted = [(name, one, learns) for name, one, learns in found if learns is not None]
-            if isinstance(part, nn.Module):
-                for _, one, learns in wanted:
-                    before.append((one, one.requires_grad))
-                    one.requires_grad_(learns)
-            elif changed := tuple((name, learns) for name, one, learns in wanted if learns != one.requires_grad):
-                # Blocks from one factory that are alike stay blocks from one factory.
-                parts[n] = made.setdefault((id(part), changed), _factory(part, changed))
-        yield parts if several else parts[0]
-    finally:
-        for parameter, learned in reversed(before):
-            parameter.requires_grad_(learned)
+    for n, (part, own) in enumerate(zip(parts, named, strict=True)):
+        found = ((name, one, frozen.learns(one, names[id(one)])) for name, _, one in own)
+        wanted = [(name, one, learns) for name, one, learns in found if learns is not None]
+        if isinstance(part, nn.Module):
+            for _, one, learns in wanted:
+                before.append((one, one.requires_grad))
+                one.requires_grad_(learns)
+        elif changed := tuple((name, learns) for name, one, learns in wanted if learns != one.requires_grad):
+            # Blocks from one factory that are alike stay blocks from one factory.
+            parts[n] = made.setdefault((id(part), changed), _factory(part, changed))
+    return parts if several else parts[0]
 
 
 def parameters_of(part: object, number: int, mode: FakeTensorMode) -> Iterator[tuple[str, Any]]:

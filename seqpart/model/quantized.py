@@ -213,9 +213,9 @@ def plain_tensors(model: object, device: str) -> Iterator[object]:
     with ExitStack() as stack:
         try:
             with undivided():
-                for (owner, attribute, _), _ in emptied:
-                    tensor = getattr(owner, attribute)
-                    setattr(owner, attribute, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+                for (owner, attribute, _), _ in emptied:  # here no name may hold a tensor: it would as long as the run lasts
+                    dtype, device = getattr(owner, attribute).dtype, getattr(owner, attribute).device
+                    setattr(owner, attribute, torch.empty(0, dtype=dtype, device=device))
                 stack.enter_context(replaced(model, ours))
             if isinstance(model, list | tuple):
                 yield [ours.get(part, part) for part in model]
