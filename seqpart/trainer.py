@@ -30,14 +30,14 @@ from seqpart.intake import largest_batch, rows_of, rows_of_a_window, rows_to_eva
 from seqpart.interrupts import like_ctrl_c
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.compiled import SAID, as_written, compiler_at_work, is_compiled, original
-from seqpart.model.freezing import Freezing
+from seqpart.model.freezing import freezing
 from seqpart.model.inspection import kept_modes
 from seqpart.model.losses import LossChoice, LossFunction
 from seqpart.model.metrics import ComputeMetrics, own_metrics
 from seqpart.model.optimizer_trials import Build
 from seqpart.model.optimizers import describe, example_of, refuse_divided, refuse_rateless
-from seqpart.model.quantized import PlainTensors
-from seqpart.model.tiling import Separation, first_that_fits, possible_tile, sizes_to_try
+from seqpart.model.quantized import plain_tensors
+from seqpart.model.tiling import first_that_fits, possible_tile, separating, sizes_to_try
 from seqpart.model.weight_files import is_adapted
 from seqpart.options import Options
 from seqpart.plan.ist import preparation_of
@@ -204,12 +204,12 @@ class Trainer:
 
         stack.enter_context(as_written(self.model))
         stack.enter_context(compiler_at_work(self.settings.compile))
-        model = stack.enter_context(Freezing(self.model, self.settings.frozen, FakeMode()))
+        model = stack.enter_context(freezing(self.model, self.settings.frozen, FakeMode()))
         if kept is not None:
             let_learn(model, kept)
-        model = stack.enter_context(kept_modes(stack.enter_context(PlainTensors(model, self.device.kind))))
+        model = stack.enter_context(kept_modes(stack.enter_context(plain_tensors(model, self.device.kind))))
         if in_pairs:
-            model = stack.enter_context(Separation(model, self.device, self.settings.seed))
+            model = stack.enter_context(separating(model, self.device, self.settings.seed))
         return first_that_fits(stack, model, self.ways(again, whole_logits=whole_logits), work)
 
     def ways(self, again: Plan | None = None, *, whole_logits: bool = False) -> list[tuple[int, int | None]]:

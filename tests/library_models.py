@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from seqpart import Trainer
-from seqpart.capture.capture import trace
+from seqpart.capture.capture import chain_of
 from seqpart.zoo.libraries import Asked, made
 from tests.replay import assert_same_as_whole, images, tokens
 
@@ -87,7 +87,7 @@ def same_as_whole(name):
 
 def layers_alike():
     model = transformers_model("LlamaForCausalLM", "LlamaConfig", **GROUPED | {"num_hidden_layers": 6})
-    chain = trace(model, (12,), torch.int64)
+    chain = chain_of(model, (12,), torch.int64)
     assert len({block.same_as for block in chain}) == len(chain) - 4, "the first takes them in another order"
     assert len({block.name for block in chain}) == len(chain)
 
@@ -95,7 +95,7 @@ def layers_alike():
 def left_as_it_is():
     model = transformers_model("LlamaForCausalLM", "LlamaConfig", **GROUPED)
     before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
-    trace(model, (12,), torch.int64)
+    chain_of(model, (12,), torch.int64)
     assert model.config.use_cache
     assert all(model.state_dict(keep_vars=True)[name] is tensor for name, (tensor, _) in before.items())
     assert all(torch.equal(tensor, value) for tensor, value in before.values())

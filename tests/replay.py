@@ -2,7 +2,7 @@
 
 import torch
 
-from seqpart.capture.capture import trace
+from seqpart.capture.capture import chain_of
 
 ROWS = 3
 
@@ -44,7 +44,7 @@ def run(model, forward):
 
 def assert_same_as_whole(model, rows, blocks=None, widest=None):
     modes = [module.training for module in model.modules()]
-    chain = trace(model, tuple(rows.shape[1:]), rows.dtype)
+    chain = chain_of(model, tuple(rows.shape[1:]), rows.dtype)
     assert [module.training for module in model.modules()] == modes
     for training in (True, False):
         model.train(training)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import compress
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -25,9 +26,10 @@ from seqpart.capture.own_loss import (
 )
 from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves
 from seqpart.capture.recorder import Inside, Recorder, program_of
+from seqpart.capture.sources import learned_through
 from seqpart.capture.unrecorded import HiddenPath, extremes, refuse_memory
 from seqpart.errors import ModelError
-from seqpart.model.blocks import Chain, as_chain, refuse_without_values
+from seqpart.model.blocks import Chain, as_chain, fake_like, refuse_without_values
 from seqpart.model.inspection import cure_of_tokens, cure_of_types, is_listened_to, left_as_they_are, listed, remembered
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
@@ -50,30 +52,33 @@ def chain_of(
 ) -> Chain:  # fmt: skip
     """Returns a list of blocks or an nn.Sequential as a chain (see as_chain); traces any other module, and one with tiles.
 
-    shape, dtype: of one row. form: how several inputs are packed in it. autocast: the type of the run's autocast.
-    outputs: joins several outputs of a traced model, for a loss that takes them all. in_chunks: True if the chain is to end
-    before the head, see `Chain`. row: returns a row of the data, (1, *shape), for modules whose shapes depend on values.
+    shape, dtype: of one row. form: how several inputs are packed in it. autocast: the type of the run's autocast, under which a
+    model may differ: a peft adapter casts its sum to its base's type. outputs: joins several outputs of a traced model, for a
+    loss that takes them all. in_chunks: True if the chain is to end before the head, see `Chain`. row: returns a row of the
+    data, (1, *shape), for modules whose shapes depend on values.
+
+    Raises ModelError if a model cannot be cut, with the module and the line that prevent it.
     """
     if torch.is_anomaly_enabled():
         raise ModelError(
             "anomaly detection is on (torch.autograd.set_detect_anomaly): it looks at the values of every gradient, and a "
             "model is measured on tensors without values. Turn it off: a run ends with a message if a loss is not finite."
         )
-    whole = _has_a_forward(model) or (isinstance(model, nn.Module) and (in_chunks or tile_of(model) > 0 or _repeats(model)))
-    if in_chunks and not whole:
+    if _has_a_forward(model) or (isinstance(model, nn.Module) and (in_chunks or tile_of(model) > 0 or _repeats(model))):
+        return _traced(_Asked(model, shape, dtype, form, None, autocast, outputs, in_chunks, row))[0]
+    if in_chunks:
         raise ModelError("--loss-chunks goes with an nn.Module; found a list of blocks. Give nn.Sequential(*blocks).")
-    if form and not whole:
+    if form:
         raise ModelError(
             f"a list of blocks takes one tensor, and a row has a {'tuple' if form[0].name is None else 'dict'} of "
             f"{described(form)}. Give the tensor itself, (x, y), or an nn.Module that takes them."
         )
-    if whole:
-        return trace(model, shape, dtype, form, autocast, outputs, in_chunks=in_chunks, row=row)  # type: ignore[arg-type]
     chain = as_chain(model)
     parts = [block.alive for block in chain if block.alive is not None]
     layers = model if isinstance(model, nn.Sequential) else nn.Sequential(*parts)
-    if len(parts) == len(chain) and _pass_more(_Asked(layers, shape, dtype, (), None, autocast, None, False, row)):
-        return trace(layers, shape, dtype, (), autocast, outputs, row=row)
+    asked = _Asked(layers, shape, dtype, (), None, autocast, outputs, False, row)
+    if len(parts) == len(chain) and _pass_more(replace(asked, outputs=None)):
+        return _traced(asked)[0]
     return chain
 
 
@@ -118,19 +123,6 @@ def chain_and_loss(
     return chain, OwnLoss(program.loss, model, outputs) if loss is None else OwnLoss(
         program.loss, model, outputs, name_of(loss)
     )
-
-
-def trace(
-    model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, form: Form = (), autocast: torch.dtype | None = None,
-    outputs: Outputs | None = None, *, in_chunks: bool = False, row: Row = None,
-) -> Chain:  # fmt: skip
-    """Returns the model as a chain of blocks that train and evaluate as it does. shape, dtype: of one row of its input.
-
-    autocast: the type of the run's autocast, under which a model may differ: a peft adapter casts its sum to its base's type.
-
-    Raises ModelError if it cannot be cut, with the module and the line that prevent it.
-    """
-    return _traced(_Asked(model, shape, dtype, form, None, autocast, outputs, in_chunks, row))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,16 +331,11 @@ def reached(
         with _on_fakes(model) as fakes, autocasting:
             found = run_on_rows(model.train(), torch.zeros((_ROWS, *shape), dtype=dtype), form)
             parameters = [fakes[name] for name in names]
+            totals = {step: loss(found, _ROWS) for step, loss in losses.items()}
             return {
-                step: {
-                    name
-                    for name, one in zip(
-                        names, torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True), strict=True
-                    )
-                    if one is not None
-                }
-                for step, loss in losses.items()
-                if (total := loss(found, _ROWS)).requires_grad
+                step: set(compress(names, learned_through([total], parameters)))
+                for step, total in totals.items()
+                if total.requires_grad
             }
     except Exception:  # the plan says what is wrong with the model or the losses
         return {}
@@ -359,7 +346,7 @@ def _on_fakes(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """A context in which the model has fake tensors, which it yields by name, and afterwards is as it was."""
     mode, own = FakeMode(), {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with _left_as_it_is(model), quiet_random(_without_draws(model)), quiet_log():
-        fakes = {name: _faked(tensor, mode) for name, tensor in own.items()}
+        fakes = {name: fake_like(tensor, mode) for name, tensor in own.items()}
         alike = {id(tensor): fakes[name] for name, tensor in own.items()}
         with with_tensors(model, fakes), listed(model, alike), mode:
             yield fakes
@@ -379,12 +366,3 @@ def _left_as_it_is(model: nn.Module) -> Iterator[None]:
     finally:
         for config in caching:
             config.use_cache = True
-
-
-def _faked(tensor: torch.Tensor, mode: FakeMode) -> torch.Tensor:
-    number = tensor.item() if not (tensor.ndim or tensor.is_floating_point() or tensor.is_meta) else None
-    with mode:
-        if number is not None:
-            return torch.tensor(number, dtype=tensor.dtype)
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake

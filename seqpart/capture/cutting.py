@@ -44,8 +44,12 @@ class _Cut:
             idle = min(gives.index([]), len(pieces) - 2)
             pieces[idle : idle + 2] = [pieces[idle] + pieces[idle + 1]]
         for place, ops in enumerate(pieces):
-            for op in ops:
-                _refuse_unseen(op, place, maker)
+            for op in ops:  # tensors that share memory in one piece may be separate in another
+                if len({n for n in (*op.changed, *(old for _, old in op.rebinds)) if maker.get(n, -1) < place}) > 1:
+                    why = (
+                        "a tensor is changed in place that shares its memory with another, used later: change a copy (.clone())"
+                    )
+                    raise Inside(why, op.where)
         return cls(program, pieces, [sorted(numbers) for numbers in used], gives)
 
     def rows(self, place: int) -> int | None:
@@ -92,14 +96,6 @@ def _between(paths: Collection[object], calls: Sequence[object]) -> range:
     """Returns the places of `calls` from the first of some modules to before the last of them."""
     places = [place for place, call in enumerate(calls) if call in paths]
     return range(places[0], places[-1]) if places else range(0)
-
-
-def _refuse_unseen(op: Op, place: int, maker: Mapping[int, int]) -> None:
-    """Raises Inside if a call changes in place one of two tensors that share memory and come from earlier pieces, where
-    they may be separate."""
-    if len({n for n in (*op.changed, *(old for _, old in op.rebinds)) if maker.get(n, -1) < place}) > 1:
-        why = "a tensor is changed in place that shares its memory with another, used later: change a copy (.clone())"
-        raise Inside(why, op.where)
 
 
 class Cutter:
@@ -173,10 +169,10 @@ class Cutter:
         paths = dict.fromkeys(op.function for op in (*ops, *beside) if isinstance(op.function, str))
         direct = dict.fromkeys([name for op in (*ops, *beside) for name in sorted(op.owned)] + sorted(spare))
         described = type(self._modules[next(reversed(paths), "")]).__name__
-        modules, tensors = {path: self._called(path, ops) for path in paths}, {name: self._owners[name] for name in direct}
+        modules, tensors = {path: self._called(path) for path in paths}, {name: self._owners[name] for name in direct}
         return Segment(modules, tensors, steps[0], steps[1], described), taken
 
-    def _called(self, path: str, ops: Sequence[Op]) -> nn.Module:
+    def _called(self, path: str) -> nn.Module:
         """Returns the module at `path`; a copy with the same parameters if another segment calls it too and its buffers are
         constants, as positions and rotary embeddings are."""
         module: nn.Module = self._modules[path]

@@ -6,14 +6,14 @@ Numbers are copied, not changed: parts keep their type, their strides, and the a
 is computed again from some that are, with the loss (see sources.py), if functions alone do that.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from seqpart.capture.program import OfRows, Ref, by_name, fields_of, holds_fields, leaves, opened, tensors_in, with_fields
+from seqpart.capture.program import OfRows, Ref, by_name, leaves, mapped, opened, tensors_in
 from seqpart.capture.segment import Segment
 from seqpart.errors import ModelError
 from seqpart.model.losses import LossFunction, scores_of
@@ -126,7 +126,7 @@ class Returned:
                 return leaf.times * len(joined) + leaf.plus
             return found[leaf.number] if isinstance(leaf, Ref) else leaf
 
-        return changed(self.tree, value)
+        return mapped(self.tree, value)
 
 
 COMPARES = "compares rows with each other, and is kept only where the loss has a gradient for it"
@@ -265,21 +265,3 @@ class LossOfOutputs:
             elif not part.times or (part.stride and not part.stride[part.dim]) or (self._loss is None and not part.used):
                 columns[number] = torch.full_like(columns[number], 0.5)
         return torch.cat(columns, 1).to(other if rounds else output.dtype)
-
-
-def changed(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns a structure of the same kind with `change` applied to every leaf, in the order of `leaves`."""
-    if isinstance(tree, Mapping):
-        parts = {key: changed(part, change) for key, part in tree.items()}
-        if type(tree) is dict:
-            return parts
-        return type(tree)(**parts) if all(isinstance(key, str) for key in parts) else type(tree)(parts)  # type: ignore[call-arg]
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(changed(part, change) for part in tree))
-    if isinstance(tree, torch.Size):
-        return tuple(changed(part, change) for part in tree)
-    if isinstance(tree, list | tuple):
-        return type(tree)(changed(part, change) for part in tree)
-    if holds_fields(tree):
-        return with_fields(tree, {name: changed(part, change) for name, part in fields_of(tree).items()})
-    return change(tree)

@@ -23,9 +23,8 @@ from seqpart.capture.joined_outputs import (
     Part,
     Returned,
     carried,
-    changed,
 )
-from seqpart.capture.program import OfRows, Ref, followed, following, tensors_in
+from seqpart.capture.program import OfRows, Ref, followed, following, mapped, tensors_in
 from seqpart.capture.recorder import CONSTANTS, Recorder
 from seqpart.capture.sources import Computed, comparing_rows, learned_through, sources_of
 from seqpart.errors import ModelError, first_line
@@ -180,7 +179,7 @@ class Outputs:
         own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         copies = [tensor.clone() for tensor in own]  # a loss may write into them
         values = iter(copies)
-        given = changed(found, lambda leaf: next(values) if isinstance(leaf, torch.Tensor) else leaf)
+        given = mapped(found, lambda leaf: next(values) if isinstance(leaf, torch.Tensor) else leaf)
         shape, dtype = self._labels
         try:
             with self._autocast(), generators_left_alone():
@@ -254,7 +253,7 @@ class Outputs:
         computed = [place for place in range(len(tensors)) if place not in kept.places]
         order = [*kept.places, *(len(tensors) + number for number in range(len(kept.sources))), *computed]
         refs = iter([Ref(order.index(place)) for place in range(len(tensors))])
-        tree = changed(found, lambda leaf: next(refs) if isinstance(leaf, torch.Tensor) else _plain(leaf))
+        tree = mapped(found, lambda leaf: next(refs) if isinstance(leaf, torch.Tensor) else _plain(leaf))
         names, takes = [recorder.name(tensor) for tensor in joined], () if kept.computed is None else kept.computed.sources
         described = Returned(tree, parts, dtype, takes=tuple(map(names.index, takes)))
         whole = self._found.get(True)
@@ -325,9 +324,9 @@ class Outputs:
         if kept.computed is not None:
             computes = kept.computed.merged(recorder, self._rows, rows)
         values: list[Any] = []
-        changed(found, lambda leaf: None if isinstance(leaf, torch.Tensor) else values.append(leaf))
+        mapped(found, lambda leaf: None if isinstance(leaf, torch.Tensor) else values.append(leaf))
         others = iter(values)
-        tree = changed(
+        tree = mapped(
             described.tree, lambda leaf: leaf if isinstance(leaf, Ref) else _merged(leaf, next(others), self._rows, rows)
         )
         self._found[training] = replace(described, tree=tree, parts=tuple(parts), computes=computes)

@@ -153,18 +153,6 @@ def by_name(found: Any) -> dict[str, Any]:
     return fields_of(found) if holds_fields(found) else {}
 
 
-def attention_kernels() -> tuple[SDPBackend, ...]:
-    """Returns the kernels that `scaled_dot_product_attention` may choose from."""
-    cuda: Any = torch.backends.cuda
-    enabled = {
-        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: cuda.math_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
-    }
-    return tuple(kernel for kernel, may in enabled.items() if may)
-
-
 def leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, list | tuple):
         for part in tree:
@@ -220,15 +208,18 @@ def with_fields(tree: Any, values: dict[str, Any]) -> Any:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns the tree with `change` applied to every leaf."""
+    """Returns the tree with `change` applied to every leaf, in mappings of any kind too."""
     if isinstance(tree, torch.Size):
         return tuple(change(part) for part in tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(mapped(part, change) for part in tree))
     if isinstance(tree, list | tuple):
         return type(tree)(mapped(part, change) for part in tree)
-    if isinstance(tree, dict):
-        return {key: mapped(part, change) for key, part in tree.items()}
+    if isinstance(tree, Mapping):
+        parts = {key: mapped(part, change) for key, part in tree.items()}
+        if type(tree) is dict:
+            return parts
+        return type(tree)(**parts) if all(isinstance(key, str) for key in parts) else type(tree)(parts)  # type: ignore[call-arg]
     if isinstance(tree, slice):
         return slice(*(mapped(part, change) for part in (tree.start, tree.stop, tree.step)))
     if holds_fields(tree):

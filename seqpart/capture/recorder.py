@@ -7,10 +7,12 @@ from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, unset_fake_temporarily
+from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -21,7 +23,6 @@ from seqpart.capture.program import (
     OwnBackward,
     Program,
     Ref,
-    attention_kernels,
     leaves,
     mapped,
     needed_for,
@@ -54,12 +55,6 @@ class Inside(Exception):
         self.module, self.path, self.where, self.why = module, path, where, why
 
 
-def _writes_into_lists(function: Any) -> bool:
-    """True for functions such as torch._foreach_add_, which count no versions of the tensors that they change."""
-    name = getattr(function, "__name__", "")
-    return name.startswith("_foreach_") and name.endswith("_")
-
-
 class Recorder(TorchFunctionMode):
     """A context in which calls of `blocks` ({module: path}), and torch functions outside of them, are recorded as ops.
 
@@ -85,7 +80,7 @@ class Recorder(TorchFunctionMode):
         self._storages: dict[int, list[torch.Tensor]] = {}
         self._numbers_read, self._layers, self._largest = ReadNumbers(names), Layers(blocks), largest
         self._again, self._row, self._hidden = again, row, HiddenPaths(names)
-        self._count, self._inside, self._attention = 0, 0, attention_kernels()
+        self._count, self._inside, self._attention = 0, 0, tuple(_cur_sdpa_kernel_backends())
         self._stack: list[nn.Module] = []
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -123,9 +118,7 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def calls(self) -> Iterator[None]:
         """A context in which calls of modules and of autograd functions go through this recorder."""
-        module_class: Any = nn.Module
-        function_class: Any = torch.autograd.Function
-        before, apply = nn.Module.__call__, vars(function_class)["apply"]
+        before, apply = nn.Module.__call__, vars(torch.autograd.Function)["apply"]
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._call(before, module, args, kwargs)
@@ -138,11 +131,9 @@ class Recorder(TorchFunctionMode):
                 return args[0](*args[2:])
             return self._record(OwnBackward(kind), lambda: bound(*args, **kwargs), args, kwargs)
 
-        module_class.__call__, function_class.apply = call, classmethod(applied)
-        try:
+        applies = patch.object(torch.autograd.Function, "apply", classmethod(applied))
+        with patch.object(nn.Module, "__call__", call), applies:
             yield
-        finally:
-            module_class.__call__, function_class.apply = before, apply
 
     def _call(self, before: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._inside:
@@ -218,7 +209,9 @@ class Recorder(TorchFunctionMode):
         try:
             found = run()
             changed = [tensor for tensor, old in zip(given, versions, strict=True) if tensor._version != old]
-            changed += leaves(args[0]) if _writes_into_lists(function) else []
+            name = getattr(function, "__name__", "")
+            if name.startswith("_foreach_") and name.endswith("_"):  # these count no versions
+                changed += leaves(args[0])
             made = tensors_in(found)
             put = put_into(opened(theirs), {*self._names, *map(id, [*given, *made])}) if isinstance(function, str) else []
             made += put
@@ -251,7 +244,7 @@ class Recorder(TorchFunctionMode):
         rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         own_autocast = None if autocast == self._autocast else autocast or torch.float32
-        attention = None if (kernels := attention_kernels()) == self._attention else kernels
+        attention = None if (kernels := tuple(_cur_sdpa_kernel_backends())) == self._attention else kernels
         changes_own = any(id(tensor) in self._names for tensor in changed)
         self.ops.append(
             Op(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from seqpart.capture.program import OfDevice, OfRows, Op, Own, Ref, fields_of, holds_fields, leaves, mapped, put_into
+from seqpart.capture.program import OfDevice, OfRows, Op, Own, Ref, leaves, mapped, opened, put_into, tensors_in
 from seqpart.errors import ModelError
 
 
@@ -175,10 +175,10 @@ class Segment(nn.Module):
         function: Any = getattr(self, self._paths[op.function]) if isinstance(op.function, str) else op.function
         with torch.set_grad_enabled(torch.is_grad_enabled() and op.grad), _autocast(op, device), _attention(op):
             found = function(*args, **kwargs)
-        made = [leaf for leaf in leaves(_plain(found)) if isinstance(leaf, torch.Tensor)]
+        made = tensors_in(found)
         if op.puts:
             own = itertools.chain(function.parameters(), function.buffers())
-            made += put_into(_plain((args, kwargs)), set(map(id, itertools.chain(given, made, own))))
+            made += put_into(opened((args, kwargs)), set(map(id, itertools.chain(given, made, own))))
         numbers = [leaf.number for leaf in leaves(op.result) if isinstance(leaf, Ref)]
         if len(made) != len(numbers):
             raise ModelError(
@@ -216,12 +216,3 @@ def _used_up(steps: Steps) -> list[list[int]]:
     last = {number: place for place, op in enumerate(steps.ops) for number in (*op.makes, *op.uses)}
     spare = {number: place for number, place in last.items() if number not in steps.gives}
     return [[number for number, where in spare.items() if where == place] for place in range(len(steps.ops))]
-
-
-def _plain(found: Any) -> Any:
-    """Returns a result as plain lists and dicts: those of transformers are subclasses of dict."""
-    if isinstance(found, Sequence) and not isinstance(found, str):
-        return [_plain(part) for part in found]
-    if isinstance(found, Mapping):
-        return {key: _plain(part) for key, part in found.items()}
-    return _plain(fields_of(found)) if holds_fields(found) else found

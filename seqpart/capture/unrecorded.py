@@ -80,7 +80,7 @@ class ReadNumbers:
         if any(id(tensor) in self._data for tensor in changed):
             return _BY_DATA
         self._written |= {self._names[id(tensor)] for tensor in changed if id(tensor) in self._names}
-        real = [tensor for tensor in given if _has_values(tensor)]
+        real = [tensor for tensor in given if not isinstance(tensor, FakeTensor) or tensor.constant is not None]
         if len(real) < len(given):  # then what it makes has no values
             return ""
         names = frozenset(name for tensor in real for name in self._of.get(id(tensor), ()))
@@ -97,11 +97,6 @@ class ReadNumbers:
         if both:
             return f"it changes its buffer {both[0]} and reads it as a number (item(), an if): do both inside one layer"
         return ""
-
-
-def _has_values(tensor: torch.Tensor) -> bool:
-    """True for a real tensor, and for a fake tensor that keeps its constant value."""
-    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
 
 
 @contextmanager

@@ -306,7 +306,7 @@ def smallest_limit_named(job: Job, trainer: Trainer, train: Split, test: Split, 
         refusal.__context__ = refusal.__cause__ = None
     else:
         return
-    raise _Search(job, trainer, train, test, reuse).refusal(refusal)
+    raise _with_limit(refusal, job, trainer, train, test, reuse)
 
 
 def _never_ends(lacks: Sequence[int], limit: int) -> bool:
@@ -316,50 +316,44 @@ def _never_ends(lacks: Sequence[int], limit: int) -> bool:
     return len(lacks) > _STEPS and lacks[-1] >= lacks[-1 - _STEPS]
 
 
-class _Search:
-    """Searches upwards from the refused limit: each refusal names a limit for its own depth, in which no deeper model fits."""
+def _with_limit(first: DoesNotFit, job: Job, trainer: Trainer, train: Split, test: Split, reuse: Plan | None) -> DoesNotFit:
+    """Returns `first` with the least limit that was found for the same command, or with what to give where there is none.
 
-    def __init__(self, job: Job, trainer: Trainer, train: Split, test: Split, reuse: Plan | None) -> None:
-        self._job, self._trainer, self._rows, self._reuse = job, trainer, (train, test), reuse
-        self._silent = Reporter(quiet=True)
+    Searches upwards: each refusal names a limit for its own depth, in which no deeper model fits.
+    """
+    silent = Reporter(quiet=True)
 
-    def refusal(self, first: DoesNotFit) -> DoesNotFit:
-        """`first` with the least limit that was found for the same command, or with what to give where there is none."""
-        before = limit_of(self._trainer.settings.mem_limit, self._trainer.device)
-        depth, smallest, lacks = self._depth_at(before), first.smallest, list[int]()
-        for _ in range(_ATTEMPTS):
-            if smallest is None:
-                break
-            limit = parse_size(format_limit(smallest))
-            lacks.append(limit - before)
-            if _never_ends(lacks, limit):
-                break
-            before, smallest = limit, self._smallest_at(limit)
-            if smallest is not None and smallest <= limit:
-                grown = self._depth_at(limit)
-                told = "" if grown == depth else f"\n  The model grows with the limit: that is for --depth {grown}."
-                return refused(first.message + told, limit, first.rows)
-        return DoesNotFit(
-            f"{first.message}\n  no limit fits: the model grows with it, to a state of twice as much. Give --depth {depth}, as "
-            f"it is, or less: for that {format_limit(first.smallest or 0)} are enough."
-        )
+    def made(limit: int) -> tuple[object, int | None]:
+        return model_of(job, limit, train, test, silent)
 
-    def _depth_at(self, limit: int) -> int | None:
-        return self._made(limit)[1]
-
-    def _made(self, limit: int) -> tuple[object, int | None]:
-        return model_of(self._job, limit, *self._rows, self._silent)
-
-    def _smallest_at(self, limit: int) -> int | None:
+    def smallest_at(limit: int) -> int | None:
         """`limit`, where the model for it fits; else what its refusal names. None: it cannot be had."""
-        trainer = self._trainer
         try:
-            trainer.model, _ = self._made(limit)
+            trainer.model, _ = made(limit)
             # Another process may have a larger runtime.
             trainer.settings = replace(trainer.settings, mem_limit=limit - RUNTIME_VARIES)
-            trainer.plan(*self._rows, reuse=self._reuse)
+            trainer.plan(train, test, reuse=reuse)
         except BadInput:  # more than the device has, deeper than may be, another model than a saved plan is for
             return None
         except DoesNotFit as again:
             return None if again.smallest is None else max(again.smallest, limit + 1)
         return limit
+
+    before = limit_of(trainer.settings.mem_limit, trainer.device)
+    depth, smallest, lacks = made(before)[1], first.smallest, list[int]()
+    for _ in range(_ATTEMPTS):
+        if smallest is None:
+            break
+        limit = parse_size(format_limit(smallest))
+        lacks.append(limit - before)
+        if _never_ends(lacks, limit):
+            break
+        before, smallest = limit, smallest_at(limit)
+        if smallest is not None and smallest <= limit:
+            grown = made(limit)[1]
+            told = "" if grown == depth else f"\n  The model grows with the limit: that is for --depth {grown}."
+            return refused(first.message + told, limit, first.rows)
+    return DoesNotFit(
+        f"{first.message}\n  no limit fits: the model grows with it, to a state of twice as much. Give --depth {depth}, as "
+        f"it is, or less: for that {format_limit(first.smallest or 0)} are enough."
+    )

@@ -8,7 +8,7 @@ Several labels of a row are packed as bytes, as inputs are.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -145,7 +145,7 @@ class LossOfSeveral:
         self.__qualname__ = getattr(loss, "__qualname__", type(loss).__qualname__)
         for name in ("counts", "scores"):  # optional methods of the user's loss
             if callable(own := getattr(loss, name, None)):
-                setattr(self, name, self._of_labels(own))
+                setattr(self, name, lambda *given, own=own: own(*given[:-1], self._apart(given[-1])))
         for name in ("returned", "example", "of_batch", "from_layers"):  # of a loss of several outputs
             if hasattr(loss, name):
                 setattr(self, name, getattr(loss, name))
@@ -156,6 +156,3 @@ class LossOfSeveral:
     def _apart(self, labels: torch.Tensor) -> object:
         by_place, by_name = unpacked(labels, self._form)
         return by_name or tuple(by_place)
-
-    def _of_labels(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: function(*given[:-1], self._apart(given[-1]))

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
 from seqpart.config import Config
-from seqpart.data.padding import Padding, Sizes, padded, padded_source, sizes_of_batch, sizes_of_item, tokenizer_says
+from seqpart.data.padding import ITEM, Padding, Sizes, padded, padded_source, sizes_of, tokenizer_says
 from seqpart.data.source import RowTaker, Source, SourceReader, generators_kept, kept_type
 from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_pair, as_split, is_pair, split_of, spread, tested_on
 from seqpart.data.workers import Job, Part, empty, fill
@@ -277,16 +277,11 @@ def _of_source(source: Source, settings: Config, *, whole: bool = False) -> Spli
         source = counted(source, None if steps is None else steps * (source.batch or max(values_of(settings.batch_size))))
         like, kept = _first(source, draws)
         classes = not like.labels.is_floating_point() and not like.label_form and like.labels.ndim == 1 and not source.goes_on
-        labels = _labels_of(source, like, kept, draws) if classes or whole else like.labels
-    part = Part(source, RowTaker(like, kept))
-
-    def passes() -> Iterator[torch.Tensor]:
-        for rows, _ in _passed(part, draws):
-            yield rows
-
+        part = Part(source, RowTaker(like, kept))
+        labels = _labels_of(part, like, draws) if classes or whole else like.labels
     return replace(
-        like, count=source.count, labels=labels, open=passes, source=source, kept=kept, padded=source.padded,
-        some=partial(_some, source, draws),
+        like, count=source.count, labels=labels, open=lambda: (rows for rows, _ in _passed(part, draws)), source=source,
+        kept=kept, padded=source.padded, some=partial(_some, source, draws),
     )  # fmt: skip
 
 
@@ -362,14 +357,15 @@ def _passed(part: Part, draws: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
         yield rows, labels
 
 
-def _labels_of(source: Source, like: Split, kept: torch.dtype, draws: Any) -> torch.Tensor:
+def _labels_of(part: Part, like: Split, draws: Any) -> torch.Tensor:
     """Returns the labels of all rows: the data set's `targets` if its items agree, else those of a pass over it."""
+    source = part.source
     targets = _targets(source.items)
     if targets is not None and len(targets) == source.count and _agree(source, targets, like, draws):
         labels = as_split((np.zeros((source.count, 1), np.uint8), np.asarray(targets)), source.name).labels
         if labels.dtype == like.labels.dtype and labels.shape[1:] == like.labels.shape[1:]:
             return labels
-    return torch.cat([labels for _, labels in _passed(Part(source, RowTaker(like, kept)), draws)])
+    return torch.cat([labels for _, labels in _passed(part, draws)])
 
 
 def _targets(items: Any) -> Any:
@@ -436,13 +432,13 @@ def spanned(several: Iterable[Sizes]) -> tuple[Sizes, list[str | int]]:
 def _sizes(data: Any) -> Iterator[Sizes]:
     """Yields the sizes of the data's batches or items, in order."""
     if isinstance(data, Mapping) or is_pair(data):
-        yield sizes_of_batch(data)
+        yield sizes_of(data)
         return
     source = counted(source_of(data, "training"))
     reader, draws = SourceReader(source), source.draws(0, "train", 0, 0)
     if source.collate is None:
-        yield from (sizes_of_item(reader.item(draws, number)) for number in range(source.count))
+        yield from (sizes_of(reader.item(draws, number), ITEM) for number in range(source.count))
         return
     for batch, first in enumerate(range(0, source.count, source.batch)):
         numbers = range(first, min(first + source.batch, source.count))
-        yield from (sizes_of_batch(found) for found in reader.read(draws, batch, numbers))
+        yield from (sizes_of(found) for found in reader.read(draws, batch, numbers))

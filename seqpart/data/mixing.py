@@ -23,7 +23,8 @@ _OTHERWISE = "Mix them in a collate_fn of your own, which may return shares of c
 class Mixing:
     """A collate_fn that mixes each row of a batch with the one before it, as `collate` makes them.
 
-    mixup, cutmix: parameter of the Beta distribution that shares are drawn from; 0: not done. Of both, each batch gets one.
+    mixup, cutmix: parameter of the Beta distribution that shares are drawn from; 0: not done. If both
+    are given, each batch gets one of them.
     """
 
     collate: Callable[[list[Any]], Any]

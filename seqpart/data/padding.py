@@ -23,7 +23,7 @@ TOKENS = ("input_ids", "decoder_input_ids")
 LABELS, IGNORED = "labels", -100
 ZEROS = ("attention_mask", "decoder_attention_mask", "token_type_ids", "position_ids")
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
-_BATCH, _ITEM = 1, 0
+BATCH, ITEM = 1, 0
 """The dimension that is a row's length."""
 
 
@@ -72,11 +72,11 @@ class Padding:
 
     def of_batch(self, batch: Any, said: str) -> Any:
         """Returns a padded batch. said: names the batch in errors."""
-        return self._padded(batch, _BATCH, said)
+        return self._padded(batch, BATCH, said)
 
     def of_item(self, item: Any, said: str) -> Any:
         """Returns one padded row."""
-        return self._padded(item, _ITEM, said)
+        return self._padded(item, ITEM, said)
 
     def or_else(self, token: int | None, side: Literal["left", "right"] | None) -> "Padding":
         """Returns this padding with `token` and `side` filled in if it has none."""
@@ -151,15 +151,8 @@ def as_padding(given: object) -> Padding | None:
     raise OptionError(f"padding: expected a seqpart.Padding; found {short(given)}. Give {cure}.")
 
 
-def sizes_of_batch(batch: Any) -> Sizes:
-    return _sizes(batch, _BATCH)
-
-
-def sizes_of_item(item: Any) -> Sizes:
-    return _sizes(item, _ITEM)
-
-
-def _sizes(found: Any, dim: int) -> Sizes:
+def sizes_of(found: Any, dim: int = BATCH) -> Sizes:
+    """Returns the lengths of a batch's tensors, or of an item's."""
     sizes: Sizes = {}
 
     def note(key: Key, part: Any) -> Any:

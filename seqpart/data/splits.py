@@ -239,7 +239,31 @@ def as_split(data: object, name: str) -> Split:
 
 def split_of(x: Any, y: Any, name: str) -> Split:
     """Returns a Split of the x and the labels y of all rows, each one tensor or several, see `as_split`. Raises DataError."""
-    return _with_rows((_from_pair if hasattr(x, "shape") else _from_several)(x, y, name), name)
+    (labels, label_form), said = labels_of_rows(y, name), f"{name} data"
+    count, form = len(labels), () if hasattr(x, "shape") else form_of(x, said, whole=True)
+    for part in (x,) if not form else x.values() if isinstance(x, Mapping) else x:
+        rows = part.shape[0] if len(part.shape) else "no"  # zarr's arrays have no len()
+        if rows != count:
+            raise DataError(f"{said}: {rows} rows of x and {count} labels; the numbers must be equal.")
+    if not form:
+        _refuse_no_numbers(x, said)
+
+    def passes(step: int = 1) -> Iterator[torch.Tensor]:  # holds no labels, which may become others
+        for start in range(0, count, ROWS_AT_ONCE * step):
+            own = slice(start, start + ROWS_AT_ONCE * step, step)
+            if form:
+                yield packed(some_rows(x, own), form, said)
+            else:
+                found = x[own]  # a copy: torch warns about read-only arrays, such as memory-mapped ones
+                yield as_tensor(found if isinstance(found, torch.Tensor) else np.asarray(found))
+
+    shape = (nbytes_of(form),) if form else tuple(int(n) for n in x.shape[1:])
+    nbytes = count * prod(shape) * (1 if form else 8)
+    split = Split(
+        name=name, count=count, shape=shape, labels=labels, open=passes, dtype=torch.uint8 if form else _dtype_of(x), form=form,
+        label_form=label_form, some=partial(passes, max(1, -(-nbytes // LOOKED_AT))),
+    )  # fmt: skip
+    return _with_rows(split, name)
 
 
 def _with_rows(split: Split, name: str) -> Split:
@@ -276,53 +300,14 @@ def _dtype_of(x: object) -> torch.dtype:
     return next((one for one in QUANTITIES if str(one) == f"torch.{name}"), torch.float32)
 
 
-def _from_pair(x: Any, y: Any, name: str) -> Split:
-    labels, label_form = labels_of_rows(y, name)
-    count = len(labels)  # what yields rows must not hold labels, which may become others
-    rows = x.shape[0] if len(x.shape) else "no"  # zarr's arrays have no len()
-    if rows != count:
-        raise DataError(f"{name} data: {rows} rows of x and {count} labels; the numbers must be equal.")
-    if len(x.shape) == 1 and rows:
-        raise DataError(f"{name} data: x has one number a row and no dimension for it. Give x of shape (rows, 1): x[:, None].")
+def _refuse_no_numbers(x: Any, said: str) -> None:
+    """Raises DataError for an x of one tensor without a dimension for the numbers of a row, sparse, or of other values."""
+    if len(x.shape) == 1 and x.shape[0]:
+        raise DataError(f"{said}: x has one number a row and no dimension for it. Give x of shape (rows, 1): x[:, None].")
     if getattr(x, "layout", torch.strided) is not torch.strided:
-        raise DataError(f"{name} data: expected x with all its numbers; found {x.layout}. Give x.to_dense().")
+        raise DataError(f"{said}: expected x with all its numbers; found {x.layout}. Give x.to_dense().")
     if isinstance(x, np.ndarray) and x.dtype.kind not in "buifc":
-        raise DataError(f"{name} data: expected x to be numbers; found an array of type {x.dtype}.")
-
-    def passes(step: int = 1) -> Iterator[torch.Tensor]:
-        for start in range(0, count, ROWS_AT_ONCE * step):
-            rows = x[start : start + ROWS_AT_ONCE * step : step]
-            # A copy: torch warns about read-only arrays, such as memory-mapped ones.
-            yield as_tensor(rows if isinstance(rows, torch.Tensor) else np.asarray(rows))
-
-    shape = tuple(int(n) for n in x.shape[1:])
-    return Split(
-        name=name, count=count, shape=shape, labels=labels, open=passes, dtype=_dtype_of(x), label_form=label_form,
-        some=partial(passes, _step(count, 8 * prod(shape))),
-    )  # fmt: skip
-
-
-def _step(rows: int, nbytes: int) -> int:
-    """Returns n such that reading every n-th of `rows` rows of `nbytes` bytes stays within LOOKED_AT."""
-    return max(1, -(-rows * nbytes // LOOKED_AT))
-
-
-def _from_several(x: Any, y: Any, name: str) -> Split:
-    (labels, label_form), form = labels_of_rows(y, name), form_of(x, f"{name} data", whole=True)
-    for part in x.values() if isinstance(x, Mapping) else x:
-        if part.shape[0] != len(labels):
-            raise DataError(f"{name} data: {part.shape[0]} rows of x and {len(labels)} labels; the numbers must be equal.")
-
-    count = len(labels)
-
-    def passes(step: int = 1) -> Iterator[torch.Tensor]:
-        for start in range(0, count, ROWS_AT_ONCE * step):
-            yield packed(some_rows(x, slice(start, start + ROWS_AT_ONCE * step, step)), form, f"{name} data")
-
-    return Split(
-        name=name, count=count, shape=(nbytes_of(form),), labels=labels, open=passes, dtype=torch.uint8, form=form,
-        label_form=label_form, some=partial(passes, _step(count, nbytes_of(form))),
-    )  # fmt: skip
+        raise DataError(f"{said}: expected x to be numbers; found an array of type {x.dtype}.")
 
 
 def _length(items: Any, name: str) -> int:

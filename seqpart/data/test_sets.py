@@ -1,7 +1,8 @@
 """Several test sets by name, as one: their rows follow one another, and a pass over them reports each by its name."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -44,19 +45,15 @@ def together(data: Mapping[str, object], read: Callable[[object], Split], name: 
                 raise DataError(f"{name} sets: expected {what} of one form; found {said(first)}, and {said(split)} in {own!r}.")
     labels = torch.cat([split.labels for split in found.values()])
     one = replace(first, name=name, count=sum(split.count for split in found.values()), labels=labels, some=None)
-    one = replace(one, sets=tuple((own, split.count) for own, split in found.items()), open=_in_turn(list(found.values())))
+    one = replace(
+        one,
+        sets=tuple((own, split.count) for own, split in found.items()),
+        open=lambda: chain.from_iterable(split.open() for split in found.values()),
+    )
     sources = [split.source for split in found.values()]
     if all(source is None for source in sources) or (keeps and not _are_alike(sources)):
         return replace(one, source=None)
     return replace(one, source=_joined(sources, name))
-
-
-def _in_turn(splits: Sequence[Split]) -> Callable[[], Iterator[torch.Tensor]]:
-    def passes() -> Iterator[torch.Tensor]:
-        for split in splits:
-            yield from split.open()
-
-    return passes
 
 
 def _are_alike(sources: Sequence[Any]) -> bool:

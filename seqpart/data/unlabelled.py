@@ -102,8 +102,6 @@ class _Stream(IterableDataset[Any]):
 
     def __init__(self, items: Any) -> None:
         self._items = items
-        if hasattr(items, "__len__"):
-            self.__len__ = items.__len__
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         return map(_with_zero, self._items)

@@ -10,19 +10,19 @@ import ctypes
 import os
 import resource
 import signal
-import struct
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from seqpart.data.reader import Ints
-from seqpart.data.source import SPLITS, Draws, RowTaker, Source, SourceReader
+from seqpart.data.source import Draws, RowTaker, Source, SourceReader
 from seqpart.device.device import Device
 from seqpart.device.pages import bytes_of
 from seqpart.device.process_limits import set_mark_back
@@ -31,15 +31,6 @@ from seqpart.errors import DataError, OutOfMemory, SeqpartError
 from seqpart.files import write_all
 from seqpart.units import format_size
 
-_JOB = struct.Struct("<q5q")
-"""Kind of a request, and five numbers: see `_serve`."""
-_READ, _LIMIT = 1, 2
-_SEED = struct.Struct("<64s")
-"""A seed of any size, as text."""
-_REPLY = struct.Struct("<2q")
-"""(rows, 0), or (-kind of the error, bytes of its text)."""
-_DATA, _MEMORY = 1, 2
-_PROBED = struct.Struct("<2q")
 _DIES_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 RESERVED = 24 << 20
@@ -70,8 +61,8 @@ class Worker:
     def __init__(self, parts: Sequence[Part], number: int, probe: int, others: "Sequence[Worker]") -> None:
         """probe: number of items that it reads as a trial. others: workers that were started before."""
         self.number, self._source = number, parts[0].source
-        out, self.jobs = os.pipe()
-        self.rows, back = os.pipe()
+        jobs, self.jobs = Pipe(duplex=False)
+        self.rows, back = Pipe(duplex=False)
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # whoever reads it may be gone
                 stream.flush()
@@ -79,67 +70,61 @@ class Worker:
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if not self.pid:
-            for fd in (self.jobs, self.rows, *(fd for other in others for fd in (other.jobs, other.rows))):
-                os.close(fd)
-            _live(parts, number, probe, out, back)
-        os.close(out)
-        os.close(back)
+            for worker in (self, *others):
+                worker.jobs.close()
+                worker.rows.close()
+            _live(parts, number, probe, jobs, back)
+        jobs.close()
+        back.close()
         try:
-            self._refuse(*_REPLY.unpack(self._received(_REPLY.size)))
-            self.idle, self.work = _PROBED.unpack(self._received(_PROBED.size))
+            self.idle, self.work = self._reply()
         except BaseException:
             self.close()
             raise
 
     def limit(self, nbytes: int) -> None:
         """Sets the bytes that the worker may hold beyond its idle memory."""
-        self._send(_JOB.pack(_LIMIT, nbytes, 0, 0, 0, 0))
+        self.ask(nbytes)
 
-    def ask(self, job: Job) -> None:
-        draws = job.draws
-        head = _JOB.pack(_READ, job.part, draws.stage, draws.epoch, job.batch, len(job.numbers))
-        self._send(head + _SEED.pack(str(draws.seed).encode()) + np.ascontiguousarray(job.numbers, np.int64).tobytes())
+    def ask(self, job: "Job | int") -> None:
+        try:
+            self.jobs.send(job)
+        except BrokenPipeError:
+            raise self._ended() from None
 
     def receive(self, rows: torch.Tensor, labels: torch.Tensor) -> None:
         """Receives the requested rows into tensors of exactly that size. Raises the worker's error."""
-        self._refuse(*_REPLY.unpack(self._received(_REPLY.size)))
+        self._reply()
         for tensor in (rows, labels):
             self._receive_into(bytes_of(tensor.reshape(-1).view(torch.uint8)))
 
     def skip(self, nbytes: int) -> None:
         """Discards a reply that is no longer needed, be it rows or an error."""
-        status, size = _REPLY.unpack(self._received(_REPLY.size))
-        left = size if status < 0 else nbytes
-        while left:
-            left -= len(self._received(min(left, 1 << 16)))
+        with suppress(DataError, OutOfMemory):
+            self._reply()
+            piece = memoryview(bytearray(1 << 16))
+            for at in range(0, nbytes, len(piece)):
+                self._receive_into(piece[: nbytes - at])
 
     def close(self) -> None:
-        for fd in (self.jobs, self.rows):
-            os.close(fd)
+        self.jobs.close()
+        self.rows.close()
         os.kill(self.pid, signal.SIGKILL)  # it may be in the middle of an item; nothing of it is worth keeping
         os.waitpid(self.pid, 0)
 
-    def _refuse(self, status: int, size: int) -> None:
-        """Raises the error of a reply, if it is one."""
-        if status >= 0:
-            return
-        text = self._received(size).decode()
-        raise OutOfMemory(text) if status == -_MEMORY else DataError(text)
-
-    def _send(self, data: bytes) -> None:
+    def _reply(self) -> Any:
+        """Returns what the worker says before any rows. Raises its error."""
         try:
-            write_all(self.jobs, data)
-        except BrokenPipeError:
+            found = self.rows.recv()
+        except (EOFError, OSError):
             raise self._ended() from None
-
-    def _received(self, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        self._receive_into(memoryview(data))
-        return bytes(data)
+        if isinstance(found, SeqpartError):
+            raise found
+        return found
 
     def _receive_into(self, memory: memoryview) -> None:
         while memory:
-            count = os.readv(self.rows, [memory])
+            count = os.readv(self.rows.fileno(), [memory])
             if not count:
                 raise self._ended()
             memory = memory[count:]
@@ -154,7 +139,9 @@ class Worker:
 # --- in the worker ----------------------------------------------------------------------------------------------------
 
 
-def _live(parts: Sequence[Part], number: int, probe: int, jobs: int, back: int) -> NoReturn:
+def _live(
+    parts: Sequence[Part], number: int, probe: int, jobs: "Connection[Any, Any]", back: "Connection[Any, Any]"
+) -> NoReturn:
     """Runs in the worker until the run ends."""
     status = 1
     try:
@@ -172,60 +159,42 @@ def _live(parts: Sequence[Part], number: int, probe: int, jobs: int, back: int) 
         os._exit(status)
 
 
-def _serve(parts: Sequence[Part], number: int, probe: int, jobs: int, back: int) -> None:
+def _serve(parts: Sequence[Part], number: int, probe: int, jobs: "Connection[Any, Any]", back: "Connection[Any, Any]") -> None:
     readers = [SourceReader(part.source) for part in parts]
     try:
         if parts[0].source.begin_worker is not None:
             parts[0].source.begin_worker(number)
-        idle, work = probed(parts[0], readers[0], probe)
+        back.send(probed(parts[0], readers[0], probe))
     except BaseException as error:
-        _fail(back, error)
+        back.send(_told(error))
         return
-    write_all(back, _REPLY.pack(0, 0) + _PROBED.pack(idle, work))
     while True:
-        kind, *values = _JOB.unpack(_read(jobs, _JOB.size))
-        if kind == _LIMIT:
+        job = jobs.recv()
+        if isinstance(job, int):
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (read_process().data + values[0] + RESERVED, hard))
+            resource.setrlimit(resource.RLIMIT_DATA, (read_process().data + job + RESERVED, hard))
             continue
-        part, stage, epoch, batch, count = values
-        seed = int(_SEED.unpack(_read(jobs, _SEED.size))[0].rstrip(b"\0"))
-        numbers = np.frombuffer(_read(jobs, 8 * count), np.int64)
         try:
-            draws = Draws(seed, SPLITS[part], stage, epoch)
-            rows, labels = empty(parts[part], count)
-            fill(parts[part], readers[part], Job(part, draws, batch, numbers), rows, labels)
+            rows, labels = empty(parts[job.part], len(job.numbers))
+            fill(parts[job.part], readers[job.part], job, rows, labels)
         except BaseException as error:
-            _fail(back, error)
+            back.send(_told(error))
             continue
-        write_all(back, _REPLY.pack(count, 0))
+        back.send(None)
         for tensor in (rows, labels):
-            write_all(back, bytes_of(tensor.view(-1).view(torch.uint8)))
+            write_all(back.fileno(), bytes_of(tensor.view(-1).view(torch.uint8)))
         del rows, labels, tensor
 
 
-def _fail(back: int, error: BaseException) -> None:
+def _told(error: BaseException) -> SeqpartError:
+    """Returns what the run raises for an error in a worker."""
     if Device().is_out_of_memory(error):
         held = format_size(read_process().held)
-        kind, text = _MEMORY, (
+        return OutOfMemory(
             f"memory ran out in a worker process that reads rows and holds {held}: an item takes more than those that were "
             "measured when the run was planned. Give fewer --workers, or a larger --mem-limit."
-        )  # fmt: skip
-    else:
-        kind, text = _DATA, error.with_flags if isinstance(error, SeqpartError) else f"{type(error).__name__}: {error}"
-    data = text.encode()
-    write_all(back, _REPLY.pack(-kind, len(data)) + data)
-
-
-def _read(fd: int, nbytes: int) -> bytes:
-    """Reads exactly `nbytes`. Raises EOFError if the run has closed the pipe."""
-    data = b""
-    while len(data) < nbytes:
-        some = os.read(fd, nbytes - len(data))
-        if not some:
-            raise EOFError
-        data += some
-    return data
+        )
+    return DataError(error.with_flags if isinstance(error, SeqpartError) else f"{type(error).__name__}: {error}")
 
 
 # --- in whichever process reads ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from seqpart.data.loaders import spanned
-from seqpart.data.padding import LABELS, TOKENS, ZEROS, Key, Padding, Sizes, sizes_of_batch, tokenizer_says
+from seqpart.data.padding import LABELS, TOKENS, ZEROS, Key, Padding, Sizes, sizes_of, tokenizer_says
 from seqpart.data.source import generators_kept
 from seqpart.errors import DataError, OptionError
 from seqpart.text import short
@@ -131,7 +131,7 @@ def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
             batch = batches.batch([data[number] for number in range(at, min(at + batches.size, len(data)))])
             if not any(name in _PADDED or name in batches.padding.values for name in batch if name != LABELS):
                 return
-            yield sizes_of_batch(batch)
+            yield sizes_of(batch)
 
 
 class Order(Sampler[int]):

@@ -6,8 +6,8 @@ Between its visits to the device a block is its module with empty parameters.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +116,7 @@ class Block:
     def fake(self, mode: FakeTensorMode) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         """Returns the module, and its parameters and buffers by name as fake tensors: shapes without memory."""
         if self.alive is not None:
-            return self.alive, {name: _fake_like(tensor, mode) for name, tensor in self._shapes.items()}
+            return self.alive, {name: fake_like(tensor, mode) for name, tensor in self._shapes.items()}
         try:
             with mode:
                 module = _called(self._source, self)
@@ -141,7 +141,7 @@ class Block:
             ) from why
         if problems := _without_values(module, self.name, meta=False):
             raise _unusable(problems) from None
-        return module, {name: _fake_like(tensor, mode) for name, tensor in tensors_of(module).items()}
+        return module, {name: fake_like(tensor, mode) for name, tensor in tensors_of(module).items()}
 
     def build(self, device: Device, seed: int) -> nn.Module:
         """Builds the real module, with random initial weights keyed by (seed, block)."""
@@ -173,11 +173,9 @@ class Block:
             if name in self._shapes:
                 parameter.requires_grad_(self.learns.get(name, self._shapes[name].requires_grad))
 
-    @contextmanager
-    def left_as_it_is(self) -> Iterator[None]:
+    def left_as_it_is(self) -> AbstractContextManager[None]:
         """A context after which a module given alive has its earlier attributes again: no cache of fake tensors, no mode."""
-        with left_as_they_are(module for module, _ in self._modes):
-            yield
+        return left_as_they_are(module for module, _ in self._modes)
 
     def exported(self, name: str) -> str:
         """Name of the block's tensor `name` in the model's own state_dict."""
@@ -358,15 +356,14 @@ def _is_counter(tensor: torch.Tensor) -> bool:
     return not tensor.ndim and not tensor.is_floating_point() and not tensor.is_meta
 
 
-def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    value = tensor.item() if _is_counter(tensor) else None
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """Returns a fake tensor of the same shape, strides and type; a counter has its value."""
+    value, stride = tensor.item() if _is_counter(tensor) else None, stride_of(tensor)
     with mode:
         if value is not None:
             return torch.tensor(value, dtype=tensor.dtype)
-        stride = stride_of(tensor)
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if stride is not None:
-            fake = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
+        shape, dtype = tensor.shape, tensor.dtype
+        fake = torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 

@@ -31,7 +31,8 @@ def is_compiled(model: object) -> bool:
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     wrapped = any(_is_wrapper(module) or getattr(module, _CALLED, None) is not None for module in modules)
     own = (value for module in modules for value in vars(module).values())
-    methods = (method for kind in {type(module) for module in modules} for method in _methods_of(kind))
+    kinds = {type(module) for module in modules}
+    methods = (inspect.getattr_static(kind, name, None) for kind in kinds for name in dir(kind))
     return wrapped or any(map(_is_made, itertools.chain(own, methods)))
 
 
@@ -63,7 +64,7 @@ class Layers:
     whose inputs are the weights: these may come and go."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Of `modules` those that hold other modules are compiled: a Linear or a norm alone gains nothing."""
+        """Compiles those of `modules` that hold other modules: a Linear or a norm alone gains nothing."""
         chosen = [module for module in modules if any(module.children())]
         self._compiled = [(module, torch.compile(module._call_impl, dynamic=False)) for module in chosen]
 
@@ -81,10 +82,6 @@ class Layers:
 
 def _is_wrapper(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules
-
-
-def _methods_of(kind: type) -> Iterator[object]:
-    return (inspect.getattr_static(kind, name, None) for name in dir(kind))
 
 
 def _is_made(attribute: object) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -51,9 +52,11 @@ class Frozen:
         """Returns the times of a parameter with these names, for it may have several; none if it is not in `unfreeze`."""
         return [time for name in names for pattern, time in self.unfreeze.items() if fnmatchcase(name, pattern)]
 
-    def freezes(self, name: str) -> bool:
-        """True if the parameter never learns."""
-        return any(fnmatchcase(name, pattern) for pattern in self.freeze) and not self.times([name])
+    def learns(self, parameter: nn.Parameter, names: list[str]) -> bool | None:
+        """True if a parameter with these names learns at any time, False if never; None if nothing names it, or it cannot."""
+        late, never = bool(self.times(names)), any(fnmatchcase(name, one) for name in names for one in self.freeze)
+        can = parameter.is_floating_point() or parameter.is_complex()
+        return late if can and (late or never) else None
 
     def refuse_strangers(self, names: Iterable[str]) -> None:
         """Raises OptionError for a pattern that matches none of the model's parameters, with the nearest that do."""
@@ -77,53 +80,48 @@ def _pair(text: str) -> tuple[str, Time]:
     return pattern.strip(), Time(found[1], int(found[2]))
 
 
-class Freezing:
+@contextmanager
+def freezing(model: object, frozen: Frozen, mode: FakeTensorMode) -> Iterator[object]:
     """A context in which those parameters of a model (a module, or a list of modules and factories) require gradients that
     learn at any time of the run; its value is the model. Afterwards each requires them as before.
 
     mode: for what factories make.
     """
-
-    def __init__(self, model: object, frozen: Frozen, mode: FakeTensorMode) -> None:
-        self._model, self._frozen, self._mode = model, frozen, mode
-        self._before: list[tuple[nn.Parameter, bool]] = []
-
-    def __enter__(self) -> object:
-        if not (self._frozen.freeze or self._frozen.unfreeze):
-            return self._model
-        several = isinstance(self._model, list | tuple)
-        parts: list[Any] = [*self._model] if isinstance(self._model, list | tuple) else [self._model]
-        named = [
-            [(name, f"{n}.{name}" if several else name, one) for name, one in parameters_of(part, n, self._mode)]
-            for n, part in enumerate(parts)
-        ]
-        names = dict[int, list[str]]()
-        for _, name, one in (found for own in named for found in own):
-            names.setdefault(id(one), []).append(name)
-        self._frozen.refuse_strangers([name for several_names in names.values() for name in several_names])
-        made = dict[object, Factory]()
-        for n, (part, own) in enumerate(zip(parts, named, strict=True)):
-            found = ((name, one, self._learns(one, names[id(one)])) for name, _, one in own)
-            wanted = [(name, one, learns) for name, one, learns in found if learns is not None]
-            if isinstance(part, nn.Module):
-                for _, one, learns in wanted:
-                    self._before.append((one, one.requires_grad))
-                    one.requires_grad_(learns)
-            elif changed := tuple((name, learns) for name, one, learns in wanted if learns != one.requires_grad):
-                # Blocks from one factory that are alike stay blocks from one factory.
-                parts[n] = made.setdefault((id(part), changed), _factory(part, changed))
-        return parts if several else parts[0]
-
-    def _learns(self, parameter: nn.Parameter, names: list[str]) -> bool | None:
-        """True if a parameter with these names learns at any time, False if never; None if nothing names it, or it cannot."""
-        late, never = bool(self._frozen.times(names)), any(map(self._frozen.freezes, names))
-        can = parameter.is_floating_point() or parameter.is_complex()
-        return late if can and (late or never) else None
-
-    def __exit__(self, *_: object) -> None:
-        for parameter, learned in reversed(self._before):
+    if not (frozen.freeze or frozen.unfreeze):
+        yield model
+        return
+    before = list[tuple[nn.Parameter, bool]]()
+    try:
+        yield _frozen(model, frozen, mode, before)
+    finally:
+        for parameter, learned in reversed(before):
             parameter.requires_grad_(learned)
-        self._before = []
+
+
+def _frozen(model: object, frozen: Frozen, mode: FakeTensorMode, before: list[tuple[nn.Parameter, bool]]) -> object:
+    """Returns the model that is frozen so. before: gets the parameters that were changed, with their requires_grad."""
+    several = isinstance(model, list | tuple)
+    parts: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
+    named = [
+        [(name, f"{n}.{name}" if several else name, one) for name, one in parameters_of(part, n, mode)]
+        for n, part in enumerate(parts)
+    ]
+    names = dict[int, list[str]]()
+    for _, name, one in (found for own in named for found in own):
+        names.setdefault(id(one), []).append(name)
+    frozen.refuse_strangers([name for several_names in names.values() for name in several_names])
+    made = dict[object, Factory]()
+    for n, (part, own) in enumerate(zip(parts, named, strict=True)):
+        found = ((name, one, frozen.learns(one, names[id(one)])) for name, _, one in own)
+        wanted = [(name, one, learns) for name, one, learns in found if learns is not None]
+        if isinstance(part, nn.Module):
+            for _, one, learns in wanted:
+                before.append((one, one.requires_grad))
+                one.requires_grad_(learns)
+        elif changed := tuple((name, learns) for name, one, learns in wanted if learns != one.requires_grad):
+            # Blocks from one factory that are alike stay blocks from one factory.
+            parts[n] = made.setdefault((id(part), changed), _factory(part, changed))
+    return parts if several else parts[0]
 
 
 def parameters_of(part: object, number: int, mode: FakeTensorMode) -> Iterator[tuple[str, Any]]:

@@ -7,8 +7,8 @@ tensors that shared memory share it again afterwards, with the strides that they
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,22 @@ def modules_of(model: object) -> Iterator[nn.Module]:
     parts = (model,) if isinstance(model, nn.Module) else model if isinstance(model, list | tuple) else ()
     modules = (module for part in parts if isinstance(part, nn.Module) for module in part.modules())
     yield from {id(module): module for module in modules}.values()
+
+
+@contextmanager
+def replaced(model: object, others: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
+    """A context in which modules inside `model` are replaced by `others`."""
+    places = list[tuple[dict[str, nn.Module | None], str, nn.Module]]()
+    for module in [*modules_of(model)]:
+        for name, child in module._modules.items():
+            if child is not None and child in others:
+                places.append((module._modules, name, child))
+                module._modules[name] = others[child]
+    try:
+        yield
+    finally:
+        for modules, name, child in places:
+            modules[name] = child
 
 
 def _with_empty_storage(tensor: torch.Tensor) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpart.model.losses import IGNORED, summed_cross_entropy
+from seqpart.model.losses import IGNORED, cross_entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _Chunks(torch.autograd.Function):
             with torch.set_grad_enabled(any(wanted)):
                 leaf = own.detach().requires_grad_(wanted[0])
                 scores = loss.head.scores(leaf)
-                total = summed_cross_entropy(scores, labels, loss.ignored, loss.smoothing)
+                total = cross_entropy(scores, labels, "sum", loss.ignored, loss.smoothing)
             best.append(scores.detach().argmax(1))
             sums.append(total.detach())
             del scores

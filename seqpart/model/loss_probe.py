@@ -96,6 +96,12 @@ def seed_all(seed: int) -> int:
     return seed
 
 
+def generators() -> tuple[object, object]:
+    """The states of Python's and numpy's generators, to be compared."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), (name, np.asarray(keys).tobytes(), *rest)
+
+
 @contextmanager
 def generators_left_alone() -> Iterator[None]:
     """A context after which Python's and numpy's generators continue as if nothing had been drawn inside."""

@@ -86,29 +86,26 @@ def classes_first(shape: tuple[int, ...], positions: tuple[int, ...]) -> bool:
 
 def token_cross_entropy(output: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
     """Mean cross-entropy over all positions: output (rows, T, ..., classes) or (rows, classes, H, W), labels (rows, T, ...) or
-    (rows, H, W). In chunks where classes stand last and are many, unless labels are smoothed."""
+    (rows, H, W)."""
     if classes_first(tuple(output.shape[1:]), tuple(labels.shape[1:])):
         return F.cross_entropy(output, labels, label_smoothing=label_smoothing)
-    scores, ours = output.flatten(0, -2), labels.flatten()
-    if label_smoothing:
-        return F.cross_entropy(scores, ours, label_smoothing=label_smoothing)
-    if output.nbytes <= 2 * _CHUNK or torch.is_autocast_enabled(output.device.type):  # autocast computes it in another type
-        return F.cross_entropy(scores, ours)
-    return cross_entropy_in_chunks(scores, ours)
+    return cross_entropy(output.flatten(0, -2), labels.flatten(), label_smoothing=label_smoothing)
 
 
 _CHUNK = 8 << 20
 """Bytes of the scores of one chunk."""
 
 
-def summed_cross_entropy(
-    scores: torch.Tensor, labels: torch.Tensor, ignored: int = IGNORED, label_smoothing: float = 0.0
-) -> torch.Tensor:
-    """Sum of the cross-entropy of scores (n, classes) over the labels (n,) that count: bit for bit F.cross_entropy's."""
+def cross_entropy(
+    scores: torch.Tensor, labels: torch.Tensor, reduction: Literal["mean", "sum"] = "mean", ignored: int = IGNORED,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """F.cross_entropy of scores (n, classes) and labels (n,), bit for bit: in chunks where classes are many, unless labels are
+    smoothed or another label does not count."""
     whole = bool(label_smoothing) or ignored != IGNORED or scores.nbytes <= 2 * _CHUNK
-    if whole or torch.is_autocast_enabled(scores.device.type):
-        return F.cross_entropy(scores, labels, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing)
-    return cross_entropy_in_chunks(scores, labels, reduction="sum")
+    if whole or torch.is_autocast_enabled(scores.device.type):  # autocast computes it in another type
+        return F.cross_entropy(scores, labels, ignore_index=ignored, reduction=reduction, label_smoothing=label_smoothing)
+    return cross_entropy_in_chunks(scores, labels, reduction=reduction)
 
 
 def cross_entropy_in_chunks(

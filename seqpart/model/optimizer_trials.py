@@ -7,7 +7,6 @@ step with what was kept of it, as partitions that come and go have it. Tensors t
 that the optimizer makes in its own first step, with plain data beside it; last the same for all parameters together.
 """
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from enum import Enum, auto
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
@@ -26,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import OptionError
 from seqpart.interrupts import put_off
+from seqpart.model.loss_probe import generators
 from seqpart.model.named_optimizers import IN_WORDS
 from seqpart.model.optimizer_state import TEXT, AtHome, Classes, Knowledge, NoHomeError, parts_of, room_for, specs_in, text_spec
 from seqpart.store.layout import TensorSpec, spec_of
@@ -335,8 +334,7 @@ def _seen(knowledge: Knowledge, parameter: nn.Parameter) -> tuple[str, bool, dic
 
 def _generators() -> tuple[object, ...]:
     """The states of the generators that everything draws from."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), *rest
+    return torch.get_rng_state().numpy().tobytes(), *generators()
 
 
 def _likened(kind: TensorSpec, state: State) -> list[tuple[object, ...]]:

@@ -7,6 +7,7 @@ tensors.
 
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,12 +37,15 @@ from seqpart.model.rounding import NARROW, ROOM_TO_ROUND, RoundingSteps, average
 from seqpart.model.rounding import SLICE as ROUNDED_AT_ONCE
 from seqpart.model.scheduler import Groups, Scheduler, SchedulerFactory, note_rates, tune
 from seqpart.model.slices import room_of_slices
+from seqpart.model.tensors import twin_of
 from seqpart.store.layout import Layout, TensorSpec, spec_of
 
 AVERAGE = "average"
 """Name of a parameter's moving average in its state."""
 _TUNED = ("lr", "weight_decay")
 """Options of a group whose values may change during training."""
+_FOUND = defaultdict[tuple[str, bool], Found](Found)
+"""Results of the trials so far by name, and whether it has a momentum: all learning rates share them."""
 UNKNOWN = "?"
 """Group of a parameter whose group is not known yet."""
 
@@ -272,7 +276,7 @@ def choose(
     build: Build = named_build(name, lr=lr, weight_decay=weight_decay, momentum=momentum, no_decay=no_decay)
     found = describe(name, build, is_known=name in OF_TORCH)
     found = replace(found, is_schedule_free=name == "schedulefree")
-    return found if found.named else replace(found, found=_found_of(name, bool(momentum)))
+    return found if found.named else replace(found, found=_FOUND[name, bool(momentum)])
 
 
 def refuse_unknown(no_decay: str, dimensions: Mapping[str, int]) -> None:
@@ -283,12 +287,6 @@ def refuse_unknown(no_decay: str, dimensions: Mapping[str, int]) -> None:
                 f"--no-decay: expected bias, norm, or a pattern of parameters' names; found {pattern!r}, which is none of "
                 f"{', '.join(list(dimensions)[:6])}{', ...' if len(dimensions) > 6 else ''}."
             )
-
-
-@functools.cache
-def _found_of(name: str, momentum: bool) -> Found:
-    """Results of the trials so far, shared by all learning rates."""
-    return Found()
 
 
 class _Averaging:
@@ -316,13 +314,6 @@ class _Averaging:
             else:
                 torch._foreach_copy_(averages, parameters)
         self._begun = True
-
-
-def twin_of(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """A parameter with other values and the attributes of `parameter`: an optimizer's groups may be made by these."""
-    twin: nn.Parameter = torch.Tensor._make_subclass(type(parameter), values, True)
-    vars(twin).update(vars(parameter))
-    return twin
 
 
 @functools.cache

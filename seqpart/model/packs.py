@@ -97,10 +97,6 @@ def has_gradients(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _is_of_rows(value: Value) -> bool:
-    return value.shape[:1] == (value.rows,) and not value.dtype.is_complex
-
-
 class BoundaryRouting:
     """Routes of values between partitions (who gives and who takes each), for the simulator and the executor.
 
@@ -119,8 +115,10 @@ class BoundaryRouting:
     @property
     def is_one_value(self) -> bool:
         """True if each partition passes a single value of rows to the next, and no value skips a partition."""
-        pairs = zip(self.leaving, self.entering[1:], strict=False)
-        return all(given == taken and len(given) == 1 and _is_of_rows(given[0]) for given, taken in pairs)
+        return all(
+            given == taken and len(given) == 1 and given[0].shape[:1] == (given[0].rows,) and not given[0].dtype.is_complex
+            for given, taken in zip(self.leaving, self.entering[1:], strict=False)
+        )
 
     def tier_of(self, number: int, tiers: Tiers) -> str:
         """Tier in which value `number`, or its gradient, waits. Below 0: the gradient of a shared weight, which waits with the

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from types import TracebackType
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from seqpart.errors import ModelError
 from seqpart.interrupts import undivided
 from seqpart.model.inspection import Packed, is_listened_to
-from seqpart.model.live_modules import modules_of, refuse_away, refuse_hooked, refuse_inference
+from seqpart.model.live_modules import refuse_away, refuse_hooked, refuse_inference, replaced
 
 _PADDED = 64
 """The text beside a 4-bit weight is padded with spaces to a multiple of this many bytes, so that equal layers have tensors of
@@ -184,78 +184,49 @@ _Place = tuple[object, str, str]
 """A tensor of the library's: its owner, the attribute, and the tensor's name in the layer of ours."""
 
 
-class PlainTensors:
+@contextmanager
+def plain_tensors(model: object, device: str) -> Iterator[object]:
     """A context in which layers of bitsandbytes in `model`, a module or a list of blocks, have their packed weights and scales
     as frozen parameters; its value is the model to train. The library's own layers are empty inside.
 
     device: the kind of device that they will run on. Raises ModelError, naming the layer, for one that cannot be replaced.
     """
-
-    def __init__(self, model: object, device: str) -> None:
-        self._model, self._device = model, device
-        self._parents: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
-        self._emptied: list[tuple[_Place, Quantized]] = []
-
-    def __enter__(self) -> object:
-        refuse_away(self._model)  # here every model comes in
-        refuse_hooked(self._model)
-        refuse_inference(self._model)
-        library = sys.modules.get("bitsandbytes")
-        layers = _quantized(self._model, library) if library is not None else {}
-        if not layers:
-            return self._model
-        for layer, name in layers.items():
-            if why := _lack_of(layer, self._device):
-                version = getattr(library, "__version__", "")
-                raise ModelError(f"{name or 'the model'} is a {type(layer).__name__} of bitsandbytes {version}, and {why}.")
-        _refuse_norms_of_weights(self._model, layers)
-        ours = {layer: Linear8bit(layer) if _is_of_8_bits(layer) else Linear4bit(layer) for layer in layers}
-        known: dict[int, Quantized] = {}
-        for layer, own in ours.items():
-            own.share(known.setdefault(id(layer.weight), own))  # a weight of two layers has one home
-            own.train(layer.training)
+    refuse_away(model)  # here every model comes in
+    refuse_hooked(model)
+    refuse_inference(model)
+    library = sys.modules.get("bitsandbytes")
+    kinds = () if library is None else (library.nn.Linear4bit, library.nn.Linear8bitLt)
+    layers: dict[Any, str] = {module: name for name, module in _named(model) if isinstance(module, kinds)}
+    if not layers:
+        yield model
+        return
+    for layer, name in layers.items():
+        if why := _lack_of(layer, device):
+            version = getattr(library, "__version__", "")
+            raise ModelError(f"{name or 'the model'} is a {type(layer).__name__} of bitsandbytes {version}, and {why}.")
+    _refuse_norms_of_weights(model, layers)
+    ours = {layer: Linear8bit(layer) if _is_of_8_bits(layer) else Linear4bit(layer) for layer in layers}
+    known: dict[int, Quantized] = {}
+    for layer, own in ours.items():
+        own.share(known.setdefault(id(layer.weight), own))  # a weight of two layers has one home
+        own.train(layer.training)
+    emptied = [(place, own) for layer, own in ours.items() for place in _places(layer)]
+    with ExitStack() as stack:
         try:
             with undivided():
-                for layer, own in ours.items():
-                    self._empty(layer, own)
-                return self._with(ours)
-        except BaseException:
-            self._give_back()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        with undivided():
-            self._give_back()
-
-    def _give_back(self) -> None:
-        for modules, name, layer in self._parents:
-            modules[name] = layer
-        for (owner, attribute, name), own in self._emptied:
-            setattr(owner, attribute, own.get_parameter(name).data)
-        self._parents, self._emptied = [], []
-
-    def _empty(self, layer: nn.Module, own: Quantized) -> None:
-        for place in _places(layer):
-            tensor = getattr(place[0], place[1])
-            setattr(place[0], place[1], torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-            self._emptied.append((place, own))
-
-    def _with(self, ours: Mapping[nn.Module, nn.Module]) -> object:
-        """The model with our layers in place of the library's."""
-        for module in [*modules_of(self._model)]:
-            for name, child in module._modules.items():
-                if child is not None and child in ours:
-                    self._parents.append((module._modules, name, child))
-                    module._modules[name] = ours[child]
-        if isinstance(self._model, list | tuple):
-            return [ours.get(part, part) for part in self._model]
-        return ours.get(self._model, self._model)  # type: ignore[call-overload]
-
-
-def _quantized(model: object, library: Any) -> dict[Any, str]:
-    """{layer of the library: its name in the model}, for the known kinds of layers."""
-    kinds = (library.nn.Linear4bit, library.nn.Linear8bitLt)
-    return {module: name for name, module in _named(model) if isinstance(module, kinds)}
+                for (owner, attribute, _), _ in emptied:  # here no name may hold a tensor: it would as long as the run lasts
+                    dtype, device = getattr(owner, attribute).dtype, getattr(owner, attribute).device
+                    setattr(owner, attribute, torch.empty(0, dtype=dtype, device=device))
+                stack.enter_context(replaced(model, ours))
+            if isinstance(model, list | tuple):
+                yield [ours.get(part, part) for part in model]
+            else:
+                yield ours.get(model, model)
+        finally:
+            with undivided():
+                stack.close()
+                for (owner, attribute, name), own in emptied:
+                    setattr(owner, attribute, own.get_parameter(name).data)
 
 
 def _named(model: object) -> Iterator[tuple[str, nn.Module]]:

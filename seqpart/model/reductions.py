@@ -414,7 +414,7 @@ class _Trial:
         if _near(value, one + other, scale):
             found.add(Kind.SUM)
         if len(counts) == 3 and _near(counts[0], counts[1] + counts[2], counts[0]):
-            # Of (sum, count) `value` is the sum already.
+            # A loss that returns (sum, count) has given the sum already.
             sums = (value, one + other) if self._said is None else (value * counts[0], one * counts[1] + other * counts[2])
             if _near(*sums, abs(sums[0]) + abs(sums[1])):
                 found.add(Kind.COUNTED)

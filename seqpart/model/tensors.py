@@ -30,6 +30,13 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
     return Layout.of(spec_of(name, tensor) for name, tensor in tensors.items())
 
 
+def twin_of(parameter: nn.Parameter, values: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+    """A parameter with other values and the attributes of `parameter`: an optimizer's groups may be made by these."""
+    twin: nn.Parameter = torch.Tensor._make_subclass(type(parameter), values, requires_grad)
+    vars(twin).update(vars(parameter))
+    return twin
+
+
 def attach(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
     """Replaces the module's tensors by `views`. Their memory keeps its owner, who must outlive the attachment."""
     for name, parameter in module.named_parameters():

@@ -1,12 +1,12 @@
 """Replaces large layers of a model by tiles, and puts the layers back with the values that the tiles have learned."""
 
 import copy
+import functools
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import gcd
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -18,12 +18,14 @@ from seqpart.device.pages import round_up
 from seqpart.errors import DoesNotFit, ModelError, OptionError
 from seqpart.model.blocks import as_chain
 from seqpart.model.inspection import ACTIVATIONS, is_listened_to
-from seqpart.model.live_modules import modules_of
+from seqpart.model.live_modules import modules_of, replaced
 from seqpart.model.losses import SeparableLinear
+from seqpart.model.tensors import twin_of
 
 
 class Tiled(nn.Module):
-    """Replacement of a layer: its children 0, 1, ... are the tiles, each with a parameter `weight` of its rows."""
+    """Replacement of a layer: its children 0, 1, ... are the tiles, each with a parameter `weight` of its rows. Each adds its
+    part to what those before it found."""
 
     def __init__(self, tiles: Sequence[nn.Module], nbytes: int) -> None:
         super().__init__()
@@ -32,15 +34,16 @@ class Tiled(nn.Module):
         self.nbytes = nbytes
         """Most bytes of a tile's weight."""
 
-
-class TiledEmbedding(Tiled):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Looks up `ids`, integers of any shape. The same bits as nn.Embedding, gradients too: each row is in one tile."""
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor | None = None
         for tile in self.children():
-            found = tile(ids, found)
+            found = tile(*given, found)
         assert found is not None
         return found
+
+
+class TiledEmbedding(Tiled):
+    """Looks up ids, integers of any shape. The same bits as nn.Embedding, gradients too: each row is in one tile."""
 
 
 class EmbeddingTile(nn.Module):
@@ -68,8 +71,9 @@ class EmbeddingTile(nn.Module):
 
 
 class TiledLinear(Tiled):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps (..., in) to (..., out). The gradient of x is a sum over tiles, which rounds differently from a layer's."""
+    """Maps (..., in) to (..., out). The gradient of x is a sum over tiles, which rounds differently from a layer's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return torch.cat([tile(x) for tile in self.children()], dim=-1)
 
 
@@ -83,16 +87,10 @@ class LinearTile(nn.Module):
 
 
 class TiledExperts(Tiled):
-    def forward(self, hidden: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """Maps tokens (n, width) to the sums of their experts' outputs. experts, shares: (n, k), of each token.
+    """Maps tokens (n, width), their experts and the shares of these, (n, k) each, to the sums of the experts' outputs.
 
-        Sums of more than two experts, and the gradient of the tokens, are added tile by tile, which may round differently.
-        """
-        found: torch.Tensor | None = None
-        for tile in self.children():
-            found = tile(hidden, experts, shares, found)
-        assert found is not None
-        return found
+    Sums of more than two experts, and the gradient of the tokens, are added tile by tile, which may round differently.
+    """
 
 
 class _ExpertsTile(nn.Module):
@@ -126,15 +124,16 @@ class _Unused(torch.autograd.Function):
         return gradients[0], *map(torch.zeros_like, ctx.saved_tensors)
 
 
-_tile_classes: dict[type, type[nn.Module]] = {}
-"""{class of a layer of experts: class of its tiles}."""
+@functools.cache
+def _tile_class(kind: type) -> type[nn.Module]:
+    """Returns the class of the tiles of a layer of experts."""
+    return type(f"{kind.__name__}Tile", (_ExpertsTile, kind), {})
 
 
 def _experts_tile(layer: nn.Module, pieces: dict[str, nn.Parameter], first: int) -> nn.Module:
     """A tile of `layer`, whose other attributes and modules it shares: a layer of transformers with experts from `first` on."""
     tile = copy.copy(layer)
-    kind = type(layer)
-    tile.__class__ = _tile_classes.setdefault(kind, type(f"{kind.__name__}Tile", (_ExpertsTile, kind), {}))
+    tile.__class__ = _tile_class(type(layer))  # type: ignore[arg-type]
     tile._parameters, tile._modules = dict(pieces), dict(layer._modules)
     tile._first, tile.num_experts, tile._is_expert_parallel = first, len(next(iter(pieces.values()))), True  # type: ignore[assignment]
     return tile
@@ -196,77 +195,71 @@ class Split:
         self.whole.data = whole
 
 
-class Tiling:
+class _Splits:
+    """Parameters that are cut into tiles, and empty inside the context. Two layers may share one."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Split] = {}
+
+    def cut(self, whole: torch.Tensor, rows: int) -> list[nn.Parameter]:
+        """Returns the tiles of a parameter, each of so many rows."""
+        assert isinstance(whole, nn.Parameter)
+        if id(whole) not in self._of:
+            tiles = [twin_of(whole, part, whole.requires_grad) for part in torch.split(whole.data, rows)]
+            self._of[id(whole)] = Split(whole, whole.shape, whole.stride(), tiles)
+        return self._of[id(whole)].tiles
+
+    def pairs(self, layer: Any, rows: int) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
+        """Returns the tiles of a layer's weight, each with that of its bias."""
+        weights = self.cut(layer.weight, rows)
+        return zip(weights, [None] * len(weights) if layer.bias is None else self.cut(layer.bias, rows), strict=True)
+
+    def __enter__(self) -> None:
+        for whole in (split.whole for split in self._of.values()):
+            if not whole.is_meta:
+                whole.data = torch.empty(0, dtype=whole.dtype, device=whole.device)
+
+    def __exit__(self, *_: object) -> None:
+        for split in self._of.values():
+            split.join()
+
+
+@contextmanager
+def tiling(model: object, nbytes: int) -> Iterator[object]:
     """A context in which large layers of `model` are replaced by tiles of at most `nbytes`; its value is the model to train.
 
     A list of modules becomes an nn.Sequential. nbytes 0: the model as it is. The weights of the model's own layers are empty
     inside, except those on the meta device.
     """
-
-    def __init__(self, model: object, nbytes: int) -> None:
-        self._model, self._nbytes = model, nbytes
-        self._splits: dict[int, Split] = {}
-        """Splits by the id of the parameter: two layers may share one."""
-        self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
-
-    def __enter__(self) -> object:
-        layers = _tileable(self._model, self._nbytes) if self._nbytes else []
-        if not layers:
-            return self._model
-        model = self._model if isinstance(self._model, nn.Module) else nn.Sequential(*self._model)  # type: ignore[misc]
-        tiled = {layer: self._tiled(layer) for layer in layers}
-        for module in [*model.modules()]:
-            for name, child in module._modules.items():
-                if child in tiled:
-                    self._places.append((module._modules, name, child))
-                    module._modules[name] = tiled[child].train(child.training)
-        for split in self._splits.values():
-            if not split.whole.is_meta:
-                split.whole.data = torch.empty(0, dtype=split.whole.dtype, device=split.whole.device)
-        return model
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for modules, name, layer in self._places:
-            modules[name] = layer
-        for split in self._splits.values():
-            split.join()
-        self._places, self._splits = [], {}
-
-    def _tiled(self, layer: nn.Module) -> Tiled:
-        rows = _rows(layer, self._nbytes)
-        if _is_experts(layer):
-            pieces = {name: self._split(parameter, rows) for name, parameter in layer.named_parameters()}
-            count = len(next(iter(pieces.values())))
-            every = [{name: own[number] for name, own in pieces.items()} for number in range(count)]
-            return TiledExperts([_experts_tile(layer, own, n * rows) for n, own in enumerate(every)], self._nbytes)
-        assert isinstance(layer, nn.Linear | nn.Embedding)
-        firsts = range(0, len(layer.weight), rows)
-        assert isinstance(layer.weight, nn.Parameter)
-        weights = self._split(layer.weight, rows)
-        if isinstance(layer, nn.Linear):
-            biases = [None] * len(weights) if layer.bias is None else self._split(layer.bias, rows)
-            return TiledLinear([LinearTile(*pair) for pair in zip(weights, biases, strict=True)], self._nbytes)
-        last = firsts[-1]
-        return TiledEmbedding(
-            [
-                EmbeddingTile(tile, first, (first == 0, first == last), layer.padding_idx)
-                for tile, first in zip(weights, firsts, strict=True)
-            ],
-            self._nbytes,
-        )  # fmt: skip
-
-    def _split(self, whole: nn.Parameter, rows: int) -> list[nn.Parameter]:
-        if id(whole) not in self._splits:
-            tiles = [piece_of(whole, part) for part in torch.split(whole.data, rows)]
-            self._splits[id(whole)] = Split(whole, whole.shape, whole.stride(), tiles)
-        return self._splits[id(whole)].tiles
+    layers = _tileable(model, nbytes) if nbytes else []
+    if not layers:
+        yield model
+        return
+    whole = model if isinstance(model, nn.Module) else nn.Sequential(*model)  # type: ignore[misc]
+    splits = _Splits()
+    tiles = {layer: _tiled(layer, nbytes, splits).train(layer.training) for layer in layers}
+    with splits, replaced(whole, tiles):
+        yield whole
 
 
-def piece_of(whole: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
-    """Makes `part` a parameter with the attributes of `whole`: an optimizer's groups may be made by these."""
-    piece = nn.Parameter(part, whole.requires_grad)
-    vars(piece).update(vars(whole))
-    return piece
+def _tiled(layer: nn.Module, nbytes: int, splits: _Splits) -> Tiled:
+    rows = _rows(layer, nbytes)
+    if _is_experts(layer):
+        pieces = {name: splits.cut(parameter, rows) for name, parameter in layer.named_parameters()}
+        count = len(next(iter(pieces.values())))
+        every = [{name: own[number] for name, own in pieces.items()} for number in range(count)]
+        return TiledExperts([_experts_tile(layer, own, n * rows) for n, own in enumerate(every)], nbytes)
+    if isinstance(layer, nn.Linear):
+        return TiledLinear([LinearTile(*pair) for pair in splits.pairs(layer, rows)], nbytes)
+    assert isinstance(layer, nn.Embedding)
+    firsts = range(0, len(layer.weight), rows)
+    return TiledEmbedding(
+        [
+            EmbeddingTile(tile, first, (first == 0, first == firsts[-1]), layer.padding_idx)
+            for tile, first in zip(splits.cut(layer.weight, rows), firsts, strict=True)
+        ],
+        nbytes,
+    )  # fmt: skip
 
 
 def first_that_fits(
@@ -280,7 +273,7 @@ def first_that_fits(
     refusal: DoesNotFit | None = None
     for size, chunks in ways:
         with ExitStack() as own:
-            tiled = own.enter_context(Tiling(model, size))
+            tiled = own.enter_context(tiling(model, size))
             try:
                 found = work(own, tiled, chunks)
             except DoesNotFit as error:
@@ -436,61 +429,42 @@ class Separated(nn.Module):
         return found
 
 
-class Separation:
+@contextmanager
+def separating(model: object, device: Device, seed: int) -> Iterator[Separated]:
     """A context in which `model`, a list of blocks or of factories, is separated; its value is the model to train.
 
     Its layers are the model's own, whose weights are empty inside where they are cut. Factories are called: then the model is
     alive as if it had been given so. Raises ModelError for a model that cannot be separated, and says why.
     """
+    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
+        raise _unseparable(f"a {type(model).__name__} has a forward of its own")
+    layers: list[tuple[str, nn.Module]] = []
+    for block in as_chain(model):
+        layers += _flat(block.name, block.alive if block.alive is not None else block.build(device, seed))
+    _refuse_others(layers)
+    first = _first_of_head(layers)
+    groups = next(layer for _, layer in layers[first:] if isinstance(layer, SeparableLinear)).groups
+    splits = _Splits()
+    cut = [_cut(layer, groups, splits) for _, layer in layers[first:]]
+    found = Separated([layer for _, layer in layers[:first]], [Score(own) for own in zip(*cut, strict=True)])
+    found.wholes = {
+        f"common.{number}.{leaf}": f"{name}.{leaf}"
+        for number, (name, layer) in enumerate(layers[:first]) for leaf, _ in layer.named_parameters()
+    } | {
+        f"scores.{score}.layers.{number}.{leaf}": f"{name}.{leaf}"
+        for score in range(groups) for number, (name, layer) in enumerate(layers[first:])
+        for leaf, _ in layer.named_parameters()
+    }  # fmt: skip
+    with splits:
+        yield found
 
-    def __init__(self, model: object, device: Device, seed: int) -> None:
-        self._model, self._device, self._seed = model, device, seed
-        self._splits: list[Split] = []
 
-    def __enter__(self) -> Separated:
-        if isinstance(self._model, nn.Module) and not isinstance(self._model, nn.Sequential):
-            raise _unseparable(f"a {type(self._model).__name__} has a forward of its own")
-        layers: list[tuple[str, nn.Module]] = []
-        for block in as_chain(self._model):
-            module = block.alive if block.alive is not None else block.build(self._device, self._seed)
-            layers += _flat(block.name, module)
-        _refuse_others(layers)
-        first = _first_of_head(layers)
-        groups = next(layer for _, layer in layers[first:] if isinstance(layer, SeparableLinear)).groups
-        cut = [self._cut(layer, groups) for _, layer in layers[first:]]
-        model = Separated([layer for _, layer in layers[:first]], [Score(own) for own in zip(*cut, strict=True)])
-        model.wholes = {
-            f"common.{number}.{leaf}": f"{name}.{leaf}"
-            for number, (name, layer) in enumerate(layers[:first]) for leaf, _ in layer.named_parameters()
-        } | {
-            f"scores.{score}.layers.{number}.{leaf}": f"{name}.{leaf}"
-            for score in range(groups) for number, (name, layer) in enumerate(layers[first:])
-            for leaf, _ in layer.named_parameters()
-        }  # fmt: skip
-        for split in self._splits:
-            split.whole.data = torch.empty(0, dtype=split.whole.dtype, device=split.whole.device)
-        return model
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for split in self._splits:
-            split.join()
-        self._splits = []
-
-    def _cut(self, layer: nn.Module, groups: int) -> list[nn.Module]:
-        """Cuts a layer into one for each score; layers without weights are shared by all."""
-        if not isinstance(layer, _CUT):
-            return [layer] * groups
-        weights = self._split(layer.weight, groups)
-        biases: Sequence[nn.Parameter | None] = [None] * groups if layer.bias is None else self._split(layer.bias, groups)
-        if isinstance(layer, nn.Conv2d):
-            return [ConvolutionTile(layer, *pair) for pair in zip(weights, biases, strict=True)]
-        return [LinearTile(*pair) for pair in zip(weights, biases, strict=True)]
-
-    def _split(self, whole: torch.Tensor, groups: int) -> list[nn.Parameter]:
-        assert isinstance(whole, nn.Parameter)
-        parts = [piece_of(whole, part) for part in torch.split(whole.data, len(whole) // groups)]
-        self._splits.append(Split(whole, whole.shape, whole.stride(), parts))
-        return parts
+def _cut(layer: nn.Module, groups: int, splits: _Splits) -> list[nn.Module]:
+    """Cuts a layer into one for each score; layers without weights are shared by all."""
+    if not isinstance(layer, _CUT):
+        return [layer] * groups
+    pairs = splits.pairs(layer, len(layer.weight) // groups)
+    return [ConvolutionTile(layer, *pair) if isinstance(layer, nn.Conv2d) else LinearTile(*pair) for pair in pairs]
 
 
 def _flat(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:

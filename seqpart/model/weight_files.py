@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -41,7 +42,7 @@ class Stored:
     start: int
     """Offset of its first byte in the file."""
     first: tuple[int, ...] = ()
-    """Of a part: the place in the whole tensor of its first element."""
+    """Place of its first element in the whole tensor, of which it may be a part."""
     parts: tuple["Stored", ...] = ()
 
     def runs(self, part: "Stored") -> Iterator[tuple[int, int, int]]:
@@ -354,17 +355,13 @@ def write_adapter(folder: Path, weights: Path, model: Any) -> None:
     try:
         with safe_open(weights, framework="pt") as file:
             learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-            named = [name for name in file.keys() if name in learned or _is_of(model, name)]  # noqa: SIM118
+            # The name of an adapter is a part of its tensors' names.
+            named = [name for name in file.keys() if name in learned or {*model.peft_config} & {*name.split(".")}]  # noqa: SIM118
             state = {name: file.get_tensor(name) for name in named}
-        # Whether embeddings were made larger, peft would ask the hub; those that learn are among its modules to save.
+        # Otherwise peft asks the hub if embeddings were made larger; those that learn are among its modules to save.
         model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
     except OSError as error:
         raise explained(error, folder) from None
-
-
-def _is_of(model: Any, name: str) -> bool:
-    """True if the tensor belongs to an adapter, whose name is then part of its name."""
-    return bool(set(model.peft_config) & set(name.split(".")))
 
 
 _META = "_seqpart_on_meta"
@@ -379,11 +376,8 @@ def parameters_on_meta() -> Iterator[None]:
     def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param if param is None or param.is_meta else _on_meta(param))
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
-    try:
+    with patch.object(nn.Module, "register_parameter", without_memory):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:

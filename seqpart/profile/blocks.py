@@ -133,7 +133,7 @@ class BlockCost:
 
 
 def measure_chain(
-    chain: Chain | Sequence[Block], input_shape: tuple[int, ...], batch: int, *, granule: int = 1,
+    chain: Chain, input_shape: tuple[int, ...], batch: int, *, granule: int = 1,
     dtype: torch.dtype = torch.float32, autocast: torch.dtype | None = None, narrows: bool = False,
     real_run: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> tuple[BlockCost, ...]:  # fmt: skip
@@ -146,14 +146,14 @@ def measure_chain(
     the next; the message names the block and the shapes.
     """
     costs: list[BlockCost] = []
-    uses, differentiable = _uses(chain), getattr(chain, "differentiable", None)
+    uses, differentiable = _uses(chain), chain.differentiable
 
     def value(number: int, giver: int, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
         learns = has_gradients(dtype) and (differentiable is None or number in differentiable)
         nbytes = round_up(torch.Size(shape).numel() * dtype.itemsize, granule)
         return Value(number, shape, dtype, nbytes, batch, learns, giver, uses.get(number, ()))
 
-    entering = [ROWS, *(chain[first].takes[0] for first in _begins(chain)[1:])]
+    entering = [ROWS, *(chain[first].takes[0] for first in chain.begins[1:])]
     values = {number: value(number, -1, (batch, *input_shape), dtype) for number in entering}
     known: dict[tuple[object, ...], BlockCost] = {}  # one factory builds the same structure every time
     for block in chain:
@@ -175,7 +175,7 @@ def measure_chain(
     return tuple(_lending(chain, costs))
 
 
-def _lending(chain: Chain | Sequence[Block], costs: Sequence[BlockCost]) -> list[BlockCost]:
+def _lending(chain: Chain, costs: Sequence[BlockCost]) -> list[BlockCost]:
     """Fills in `lent` and `borrows` of all blocks, and takes what they lend out of `narrow`. Each result is an object of its
     own, distinguished by identity."""
     lent, names = [0] * len(costs), {(tie.owner.number, tie.owner_name) for block in chain for tie in block.tied}
@@ -191,23 +191,18 @@ def _lending(chain: Chain | Sequence[Block], costs: Sequence[BlockCost]) -> list
     return found
 
 
-def _begins(chain: Chain | Sequence[Block]) -> tuple[int, ...]:
-    return getattr(chain, "begins", (0,))
-
-
-def _uses(chain: Chain | Sequence[Block]) -> dict[int, tuple[int, ...]]:
+def _uses(chain: Chain) -> dict[int, tuple[int, ...]]:
     """{value: blocks that take it}; values of the last block, and of each part's last, are the model's output."""
     uses: dict[int, tuple[int, ...]] = {}
     for block in chain:
         for number in block.takes:
             uses[number] = (*uses.get(number, ()), block.number)
-    lasts = (chain[end - 1] for end in (*_begins(chain)[1:], len(chain)))
-    return uses | {number: (len(chain),) for last in lasts for number in last.gives}
+    return uses | {number: (len(chain),) for end in chain.ends for number in chain[end - 1].gives}
 
 
 def _measure_block(
     block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None, narrows: bool,
-    real_run: Callable[[], AbstractContextManager[object]], chain: Chain | Sequence[Block],
+    real_run: Callable[[], AbstractContextManager[object]], chain: Chain,
 ) -> BlockCost:  # fmt: skip
     mode = FakeMode()
     module, tensors = block.fake(mode)
@@ -227,13 +222,11 @@ def _measure_block(
                     return _measure_values(block, _with_examples(taken, chain, stop, autocast), granule, autocast, narrows)
 
 
-def _with_examples(
-    taken: Sequence[Value], chain: Chain | Sequence[Block], stop: int, autocast: torch.dtype | None
-) -> list[Value]:
+def _with_examples(taken: Sequence[Value], chain: Chain, stop: int, autocast: torch.dtype | None) -> list[Value]:
     """Returns what a block takes with a row of the data, and whole numbers with what the blocks before `stop` make of it."""
-    if (row := getattr(chain, "row", None)) is None:
+    if chain.row is None:
         return list(taken)
-    found = dict.fromkeys((chain[first].takes[0] for first in _begins(chain)), row())
+    found = dict.fromkeys((chain[first].takes[0] for first in chain.begins), chain.row())
     for block in chain[:stop]:
         with quiet_random(), block.left_as_it_is(), torch.no_grad(), cast(autocast):
             module, tensors = real_module(block, Device().torch)
@@ -323,6 +316,7 @@ def _measure_module(
             text += f" {tokens}"
         raise DataError(text) from error
     layout = layout_of(own)
+    hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())  # as no fake parameter is
     return replace(
         found,
         layout=layout,
@@ -331,7 +325,7 @@ def _measure_module(
         tied=sum(tensors[tie.name].nbytes for tie in block.tied),
         gradients=sum(round_up(tensors[name].nbytes, granule) for name in trainable),
         frozen=frozen_in(module, own, trainable),
-        narrow=_narrow(layout, narrow.found if narrow is not None and not _has_hooks(module) else ()),
+        narrow=_narrow(layout, narrow.found if narrow is not None and not hooked else ()),
         buffers=sum(tensors[name].nbytes for name in changing),
         changing=changing,
         tests_change=tests,
@@ -339,11 +333,6 @@ def _measure_module(
         flops=flops,
         held=_held(module, tensors),
     )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """True if a parameter has hooks, which the fake one in its place does not have."""
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
 
 
 def _narrow(layout: Layout, names: Collection[str]) -> Layout:
@@ -376,7 +365,8 @@ def _watch_training(
             live.ignore([*xs, *tensors.values()])
             before, others = live.live, set(live.sizes)
             versions = [x._version for x in xs]
-            with live.watch(), cast(autocast), narrow or nullcontext():
+            live.restart()
+            with cast(autocast), narrow or nullcontext():
                 ys = _run_in_training(block, module, tensors, xs)
             written = frozenset(v.number for v, x, old in zip(taken, xs, versions, strict=True) if x._version > old)
             _refuse_bad_boundary(block, ys, rows)
@@ -402,7 +392,8 @@ def _watch_training(
             del ys, roots
             start = live.live
             saved_alone = start - before - sum(value.nbytes for value in gives if value.learns)
-            with live.watch(), narrow or nullcontext():  # a Function's backward and hooks may read weights
+            live.restart()
+            with narrow or nullcontext():  # a Function's backward and hooks may read weights
                 torch.autograd.backward(edges, grad_tensors=gradients)
                 peaks.append(live.peak - start)
             del edges, gradients

@@ -2,14 +2,13 @@
 their place, for a module whose shapes depend on values, as those of an expert depend on the tokens that are sent to it."""
 
 import logging
-import random
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,6 +29,7 @@ from seqpart.errors import ModelError
 from seqpart.interrupts import put_off
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import beside, listed
+from seqpart.model.loss_probe import generators, generators_left_alone
 from seqpart.model.packs import has_gradients
 from seqpart.model.tensors import run_fake, tensors_of, with_tensors
 
@@ -76,11 +76,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.pop(key, None)
         self.sizes.pop(key, None)
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """A context that restarts the peak at the bytes alive now."""
+    def restart(self) -> None:
+        """Restarts the peak at the bytes alive now."""
         self.peak = self.live
-        yield
 
 
 def tensors_in(result: Any) -> Iterator[torch.Tensor]:
@@ -241,53 +239,37 @@ def run_for_real(module: nn.Module, args: Any, kwargs: Any, known: Mapping[int, 
 class SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode in which products of matrices of different types are refused, as real kernels do and fake ones do not."""
 
-    _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in self._PRODUCTS and len(found := {str(tensor.dtype) for tensor in tensors_in(args)}) > 1:
+        found = {str(x.dtype) for x in tensors_in(args)} if func.overloadpacket.__name__ in _PRODUCTS else ()
+        if len(found) > 1:
             raise TypeError(f"it multiplies {' and '.join(sorted(found))}, which must be of one type")
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def quiet_log() -> Iterator[None]:
+def quiet_log() -> AbstractContextManager[object]:
     """A context without torch's log of tracebacks of operations that refuse their input; our errors say it in words."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 @contextmanager
 def quiet_random(cure: str = "") -> Iterator[None]:
     """A context that restores all random states. Raises ModelError, with the `cure` if given, where a module drew from
     Python's or numpy's generator."""
-    before, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    before = generators()
+    with generators_left_alone(), torch.random.fork_rng(devices=[]):
         yield
-    moved = [name for name, same in (("Python's", random.getstate() == before), ("numpy's", _is_same(of_numpy))) if not same]
-    random.setstate(before)
-    np.random.set_state(of_numpy)
-    if moved:
-        raise ModelError(
-            f"it draws random numbers from {moved[0]} generator: recomputing a layer would draw others. "
-            + (cure or "Draw them from torch (torch.rand), whose state is kept for each layer and step.")
-        )
+        moved = [name for name, old, now in zip(("Python's", "numpy's"), before, generators(), strict=True) if old != now]
+        if moved:
+            raise ModelError(
+                f"it draws random numbers from {moved[0]} generator: recomputing a layer would draw others. "
+                + (cure or "Draw them from torch (torch.rand), whose state is kept for each layer and step.")
+            )
 
 
-def _is_same(before: Any) -> bool:
-    now: Any = np.random.get_state()
-    return before[2] == now[2] and bool((before[1] == now[1]).all())
-
-
-@contextmanager
-def cast(autocast: torch.dtype | None) -> Iterator[None]:
+def cast(autocast: torch.dtype | None) -> AbstractContextManager[object]:
     """The autocast context of the executor's forward pass: narrow copies of weights are freed after it, except those that
     autograd saved. Fake tensors are on the CPU, whatever the device will be."""
-    with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
-        yield
+    return nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
 
 
 class Writes(TorchDispatchMode):

@@ -124,14 +124,14 @@ class InitialWeights:
                 f"tensors on the meta device have no values, and {files.path} has none for them: {_some(without)}. Build "
                 "their modules on the CPU, or give weights that have them."
             )
-        self.said = _words(
-            f"weights: {len(used)} tensors of {files.path}", {
-                "as initialized, since they are an adapter's own": match.adapter,
-                "as initialized, since they are not there": missing,
-                "as initialized, since they have another shape there": [f"{name} is {unlike[name]}" for name in sorted(kept)],
-                "ignored, since the model does not have them": unexpected,
-            }
-        )  # fmt: skip
+        others = {
+            "as initialized, since they are an adapter's own": match.adapter,
+            "as initialized, since they are not there": missing,
+            "as initialized, since they have another shape there": [f"{name} is {unlike[name]}" for name in sorted(kept)],
+            "ignored, since the model does not have them": unexpected,
+        }
+        remarks = [f"{what}: {_some(names)}" for what, names in others.items() if names]
+        self.said = "; ".join([f"weights: {len(used)} tensors of {files.path}", *remarks])
 
     def fill(self, block: Block, views: Mapping[str, torch.Tensor]) -> None:
         """Reads the block's tensors that the files have into `views`; the block must be built. Raises CorruptFile, StoreError;
@@ -164,10 +164,6 @@ def _unlike(spec: Named, stored: TensorSpec) -> str:
     if spec.dtype != stored.dtype and not (spec.dtype.is_floating_point and stored.dtype.is_floating_point):
         return f"of type {spec.dtype}, and of {stored.dtype} there"
     return ""
-
-
-def _words(first: str, others: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join([first, *(f"{what}: {_some(names)}" for what, names in others.items() if names)])
 
 
 def _some(names: Sequence[str]) -> str:

@@ -260,14 +260,11 @@ class Flow:
         self._inside = {n: value for n, value in self._inside.items() if value.uses[-1] > number}
         self._inside.update({value.number: value for value in block.gives})
         self._given.update(value.number for value in block.gives)
-        self._note_writes(block, fresh)
-        return 0 if is_first else sum(value.nbytes for value in fresh if value.learns), over, given_inside
-
-    def _note_writes(self, block: BlockCost, fresh: Sequence[Value]) -> None:
         where = self._where
         where.update({value.number: value.number for value in fresh})
         self._written.update({where[n]: self._came[where[n]] for n in block.writes if n in where})
         where.update({ours: where[theirs] for ours, theirs in block.passes if theirs in where})
+        return 0 if is_first else sum(value.nbytes for value in fresh if value.learns), over, given_inside
 
 
 def passing(blocks: Sequence[BlockCost], last: int) -> tuple[Value, ...]:

@@ -144,11 +144,6 @@ class Trials:
         """True if blocks can be run, and none was."""
         return self._meter.works and not self._found
 
-    def has_run(self, rows: int) -> bool:
-        """True if every kind of block that can be run has been, with at least `rows` rows."""
-        kinds = (self._kind(number, cost) for number, cost in enumerate(self._costs_at(rows)) if number >= self.first)
-        return all(any(count >= rows for count in self._found.get(kind, {})) for kind in kinds)
-
     def least_limit(self, rows: int, smallest: int) -> int:
         """The limit to suggest instead of `smallest`, at which trials have room: an allowance for blocks not yet run with so
         many rows, kernels of narrow floats for two more numbers of rows, which are kept, and the compiler."""
@@ -156,7 +151,7 @@ class Trials:
         kinds = {self._kind(number, cost) for number, cost in enumerate(costs) if number >= self.first}
         types = {self._autocast, *(spec.dtype for cost in costs for spec in cost.layout.specs)}
         kernels = 2 * _KERNELS * len(kinds) if self._device.shares_memory and types.intersection(_NARROW) else 0
-        if self.has_run(rows):
+        if all(any(count >= rows for count in self._found.get(kind, {})) for kind in kinds):
             return smallest + kernels
         stays, compiler = 0, 0
         if any(block.compiles for block in self._chain):

@@ -105,15 +105,15 @@ class Axis:
 
 
 def figure(
-    title: str, series: Sequence[Series], x: Axis, y: Axis, *, levels: Sequence[Level] = (), marks: Sequence[Point] = ()
+    title: str, series: Sequence[Series], x: Axis, y: Axis, *, levels: Sequence[Level] = (), marks: Sequence[float] = ()
 ) -> str:
-    """Returns a figure with lines and points over `x`. marks: (x, 0) of thin vertical lines."""
+    """Returns a figure with lines and points over `x`. marks: x of thin vertical lines."""
     points = [point for one in series for point in one.points]
     across = _range([at for at, _ in points], x)
     up = _range([value for _, value in points] + [level.value for level in levels], y)
     drawn = [
         *(f'<path class="grid" d="M0 {_y(value, up)}H{_SIDE}"/>' for value in ticks(*up, y.steps)),
-        *(f'<path class="mark" d="M{_x(at, across)} 0V{_SIDE}"/>' for at, _ in marks),
+        *(f'<path class="mark" d="M{_x(at, across)} 0V{_SIDE}"/>' for at in marks),
         *(f'<path class="level {level.look}" d="M0 {_y(level.value, up)}H{_SIDE}"/>' for level in levels),
         *(_drawn(one, across, up) for one in series),
     ]
@@ -281,7 +281,7 @@ def _memory(run: RecordedRun) -> str:
         levels.append(Level(name=f"predicted peak {format_size(run.plan.peak)}", look="predicted", value=run.plan.peak))
     drawn = figure(
         "Memory over time", [*names, *series], _TIME, Axis(text=lambda held: format_size(int(held)), whole=True),
-        levels=levels, marks=[(at, 0.0) for at in run.resumed_at],
+        levels=levels, marks=run.resumed_at,
     )  # fmt: skip
     words = f"Read from: {run.curves[-1].source}."
     if run.resumed_at:
@@ -292,12 +292,11 @@ def _memory(run: RecordedRun) -> str:
 def _losses(run: RecordedRun) -> str:
     if not run.passes:
         return ""
-    marks = [(at, 0.0) for at in run.resumed_at]
-    found = figure("Loss", _series(run.passes, "loss"), _TIME, Axis(text=lambda value: f"{value:.4g}"), marks=marks)
+    found = figure("Loss", _series(run.passes, "loss"), _TIME, Axis(text=lambda value: f"{value:.4g}"), marks=run.resumed_at)
     right = _series([one for one in run.passes if one.accuracy is not None], "accuracy")
     if right:
         text = Axis(text=lambda value: f"{100 * value:.4g} %")
-        found += figure("Accuracy", right, _TIME, text, marks=marks)
+        found += figure("Accuracy", right, _TIME, text, marks=run.resumed_at)
     return f"<section><h2>Loss and accuracy</h2>{found}</section>"
 
 

@@ -61,27 +61,6 @@ class Sum:
         self.bytes_written += bytes_written
 
 
-class Tally:
-    """Sums of time and traffic by kind of step, in one process."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Sum] = {}
-        self._told, self._changed = time.monotonic(), False
-
-    def add(self, kind: str, seconds: float, bytes_read: int, bytes_written: int) -> None:
-        self._sums.setdefault(kind, Sum()).add(seconds, bytes_read, bytes_written)
-        self._changed = True
-
-    def due(self, after: float = _SECONDS) -> bool:
-        """True if there is something to log, and the last time was more than `after` seconds ago."""
-        return self._changed and time.monotonic() - self._told > after
-
-    def told(self) -> dict[str, dict[str, int | float]]:
-        """Returns the sums so far, by kind, as JSON."""
-        self._told, self._changed = time.monotonic(), False
-        return {kind: {**asdict(found), "seconds": round(found.seconds, 4)} for kind, found in self._sums.items()}
-
-
 EVENTS = "events.jsonl"
 
 _WHAT = {
@@ -107,7 +86,10 @@ class Reporter:
         self._log: IO[str] | None = None
         self._log_path = Path(EVENTS)
         self._bar: _Bar | None = None
-        self._began, self._tally, self._steps = time.perf_counter(), Tally(), 0
+        self._began, self._steps = time.perf_counter(), 0
+        self._sums: dict[str, Sum] = {}
+        """Time and traffic of this process by kind of step."""
+        self._told, self._changed = time.monotonic(), False
 
     def open_log(self, path: Path, *, add: bool = False) -> None:
         """Writes events to `path`; with `add`, after those of the resumed run."""
@@ -168,7 +150,9 @@ class Reporter:
         if isinstance(event, StepDone):
             if self._bar is not None:
                 self._bar.step(event)
-            self._tally.add(event.step.verb.name.lower(), event.seconds, event.bytes_read, event.bytes_written)
+            own = self._sums.setdefault(event.step.verb.name.lower(), Sum())
+            own.add(event.seconds, event.bytes_read, event.bytes_written)
+            self._changed = True
             self._tell_time()
             if event.step.verb in (Verb.LOAD, Verb.DROP) and self._steps < _STEPS:
                 self._steps += 1
@@ -182,9 +166,12 @@ class Reporter:
         else:
             self._phase_done(event)
 
-    def _tell_time(self, **after: float) -> None:
-        if self._log is not None and self._tally.due(**after):
-            self.record("time", steps=self._tally.told())
+    def _tell_time(self, after: float = _SECONDS) -> None:
+        """Logs the sums so far, if they have changed and the last time was more than `after` seconds ago."""
+        if self._log is not None and self._changed and time.monotonic() - self._told > after:
+            self._told, self._changed = time.monotonic(), False
+            sums = {kind: {**asdict(found), "seconds": round(found.seconds, 4)} for kind, found in self._sums.items()}
+            self.record("time", steps=sums)
 
     def _phase_done(self, event: PhaseDone) -> None:
         if event.loss is None:  # nothing but rows for the next partition

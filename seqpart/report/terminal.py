@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, TextIO, cast
+from unittest.mock import patch
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -218,11 +219,7 @@ def _let_go(stream: IO[str]) -> None:
 def _writable(text: str, stream: IO[str]) -> str:
     """Replaces characters that the terminal's encoding lacks, as a path may have."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-    return text
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 LOGGER = logging.getLogger("seqpart")
@@ -241,11 +238,6 @@ def is_heard(level: int) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def printing() -> Iterator[None]:
+def printing() -> contextlib.AbstractContextManager[object]:
     """Inside, messages are printed and not passed to handlers of the user's model or data: for the command."""
-    before, LOGGER.propagate = LOGGER.propagate, False
-    try:
-        yield
-    finally:
-        LOGGER.propagate = before
+    return patch.object(LOGGER, "propagate", False)

@@ -21,10 +21,10 @@ from seqpart.device.compiler import without_symbols
 from seqpart.device.device import Device
 from seqpart.methods.ist.statistics import Around, as_it_is
 from seqpart.model.blocks import Block, Tied
-from seqpart.model.optimizers import Adopted, GradientNorm, Optimizer, twin_of
+from seqpart.model.optimizers import Adopted, GradientNorm, Optimizer
 from seqpart.model.packs import Pack
 from seqpart.model.scheduler import Groups
-from seqpart.model.tensors import attach, detach
+from seqpart.model.tensors import attach, detach, twin_of
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.partition import Flow, borrowed_costs, gradient_layouts, slot_bytes, state_layouts
 from seqpart.runtime.boundary_io import clone_as_it_lies

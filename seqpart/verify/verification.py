@@ -32,12 +32,12 @@ from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, VerifyMismatch
 from seqpart.methods import EXACT, METHODS
 from seqpart.model.compiled import as_written, original
-from seqpart.model.freezing import Freezing
+from seqpart.model.freezing import freezing
 from seqpart.model.inspection import kept_modes
 from seqpart.model.losses import LossChoice
 from seqpart.model.optimizer_trials import Build
 from seqpart.model.packs import tiers_in_words
-from seqpart.model.quantized import PlainTensors
+from seqpart.model.quantized import plain_tensors
 from seqpart.model.tiling import first_that_fits
 from seqpart.plan.plan import Plan
 from seqpart.profile.fake_mode import FakeMode
@@ -124,8 +124,8 @@ def verify(
         rows, _ = asked.rows(train)
         options |= {"padding": None, "batch_size": asked.settings.batch_size, "shuffle": asked.settings.shuffle}
         stack.enter_context(as_written(model))
-        ways, model = asked.ways(reuse), stack.enter_context(PlainTensors(original(model), asked.device.kind))
-        model = stack.enter_context(kept_modes(stack.enter_context(Freezing(model, asked.settings.frozen, FakeMode()))))
+        ways, model = asked.ways(reuse), stack.enter_context(plain_tensors(original(model), asked.device.kind))
+        model = stack.enter_context(kept_modes(stack.enter_context(freezing(model, asked.settings.frozen, FakeMode()))))
         limited, trainer = first_that_fits(stack, model, ways, planned)
         _refuse_plan(limited, steps, reference, reuse)
         found = _compared(limited, trainer, rows, steps, reference, sweep, reporter, folder / "tensor", model)

@@ -56,18 +56,14 @@ def load(
         return digits()
     if name in _MNISTS:
         return _mnist(name, data_dir, download)
-    if prefix == "idx" and rest:
-        return _idx(Path(rest), f"--data {name}")
-    if prefix == "npz" and rest:
-        return _npz(Path(rest))
-    if prefix == "folder" and rest:
-        return images.load_kept(Path(rest), image_size)
-    if prefix == "imagefolder" and rest:
-        return images.load(Path(rest), image_size, augment)
-    if prefix == "text" and rest:
-        return text.load(Path(rest), context)
-    if prefix == "hf-text" and rest:
-        return tokenized.load(Path(rest), tokenizer, context)
+    reads: dict[str, Callable[[Path], tuple[Any, Any]]] = {
+        "idx": lambda path: _idx(path, f"--data {name}"), "npz": _npz, "text": lambda path: text.load(path, context),
+        "folder": lambda path: images.load_kept(path, image_size),
+        "imagefolder": lambda path: images.load(path, image_size, augment),
+        "hf-text": lambda path: tokenized.load(path, tokenizer, context),
+    }  # fmt: skip
+    if prefix in reads and rest:
+        return reads[prefix](Path(rest))
     if rest:
         found = called(name, "--data")
         if not isinstance(found, tuple | list) or len(found) != 2:
@@ -87,7 +83,8 @@ def digits() -> tuple[Split, Split]:
     """Returns scikit-learn's 1,797 handwritten digits, 8 x 8 pixels, from 0 to 1; every fifth row is a test row."""
     table = digits_table()
     x, y = torch.from_numpy(table[:, :64]).to(torch.float32) / 16, torch.from_numpy(table[:, 64]).to(torch.int64)
-    return every_fifth(x, y)
+    test = torch.arange(len(y)) % 5 == 4
+    return _split("training", x[~test], y[~test]), _split("test", x[test], y[test])
 
 
 def digits_table() -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
@@ -98,12 +95,6 @@ def digits_table() -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
         if path.exists():
             return np.loadtxt(path, delimiter=",")
     raise DataError("--data digits: scikit-learn's digits.csv.gz was not found. Install scikit-learn, or give another --data.")
-
-
-def every_fifth(x: torch.Tensor, y: torch.Tensor) -> tuple[Split, Split]:
-    """A fixed 80/20 split: rows 4, 9, 14, ... are the test rows."""
-    test = torch.arange(len(y)) % 5 == 4
-    return _split("training", x[~test], y[~test]), _split("test", x[test], y[test])
 
 
 def _split(name: str, x: torch.Tensor, y: torch.Tensor) -> Split:

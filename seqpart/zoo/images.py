@@ -5,6 +5,14 @@
     cifar      4 pixels of black around, a random square of the old size, and a flip (the same, section 4.2)
     none       the image, resized to a square where a size is given
 
+Splits are told by the names of directories, or are every fifth image:
+
+    DIR/train/CLASS, DIR/val/CLASS    the splits that there are
+    DIR/CLASS                         every fifth image of all is a test row
+
+Splits mistaken for classes would train a network to tell training rows from test rows. So splits are recognized by many
+names, and directories that only look like splits are refused.
+
 Numbers are from 0 to 1, and with augmentation less their data set's mean, divided by its deviation. Pillow reads the files.
 """
 
@@ -19,7 +27,7 @@ import numpy as np
 import torch
 
 from seqpart.errors import DataError, OptionError
-from seqpart.zoo.folders import IMAGES, directories, splits_of, unlike_splits
+from seqpart.store.direct import explained
 
 Augmentation = Literal["imagenet", "cifar", "none"]
 _SIZES: dict[str, int | None] = {"imagenet": 224, "cifar": 32, "none": None}
@@ -33,6 +41,14 @@ _TRIES = 10
 _BORDER = 4
 _SHOWN = 224 / 256
 """Share of the shorter side that is shown in tests."""
+_IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+_TRAINING = ("train", "training", "trainset", "train_set", "training_set")
+_TEST = (
+    "test", "testing", "testset", "test_set", "val", "valid", "validation", "validate", "val_set", "validation_set",
+    "eval", "evaluation", "dev", "holdout",
+)  # fmt: skip
+"""The first of these that holds classes is the test split."""
 
 Change = Callable[[Any], Any]
 Scale = tuple[tuple[float, ...], tuple[float, ...]] | None
@@ -59,7 +75,7 @@ def load_kept(folder: Path, image_size: int | None) -> tuple["Images", "Images"]
 def _loaded(folder: Path, kind: str, changes: tuple[Change, Change], scale: Scale) -> tuple["Images", "Images"]:
     if not folder.is_dir():
         raise DataError(f"--data {kind}:{folder}: no such directory.")
-    splits = splits_of(folder, kind)
+    splits = _splits_of(folder, kind)
     train, test = splits or (folder, folder)
     classes = _classes(train, kind)
     if unknown := sorted(set(_classes(test, kind)) - set(classes)):
@@ -80,11 +96,61 @@ def _loaded(folder: Path, kind: str, changes: tuple[Change, Change], scale: Scal
     return one, other
 
 
+def _splits_of(folder: Path, kind: str) -> tuple[Path, Path] | None:
+    """Returns (training, test) directories; None if the directories are classes."""
+    inside = _directories(folder)
+    named = {path.name.lower(): path for path in inside}
+    train = [named[name] for name in _TRAINING if name in named]
+    tests = [named[name] for name in _TEST if name in named]
+    holding = {path: [part.name for part in _directories(path)] for path in inside}
+    if train and holding[train[0]]:
+        test = next((path for path in tests if holding[path]), None)
+        if test is None:
+            raise _unlike_splits(
+                folder, f"{train[0].name} holds classes, and no test, val or the like beside it does", kind,
+                f"--data {kind}:{train[0]} takes every fifth image of it as a test row",
+            )  # fmt: skip
+        return train[0], test
+    if (train and tests) or (len(train + tests) == len(inside) > 0):
+        names = ", ".join(sorted(path.name for path in train + tests))
+        raise _unlike_splits(folder, f"{names} look like splits, and hold no directories of classes", kind)
+    shared = _shared_names(holding)
+    if shared:
+        one, other, name = shared
+        raise _unlike_splits(folder, f"{one.name} and {other.name} both hold a directory {name}, as splits do", kind)
+    return None
+
+
+def _shared_names(holding: dict[Path, list[str]]) -> tuple[Path, Path, str] | None:
+    """Returns two directories, and the name of a directory in both."""
+    seen: dict[str, Path] = {}
+    for path, names in holding.items():
+        for name in names:
+            if name in seen:
+                return seen[name], path, name
+            seen[name] = path
+    return None
+
+
+def _directories(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
+    except OSError as error:
+        raise explained(error, folder) from None
+
+
+def _unlike_splits(folder: Path, found: str, kind: str, other: str = "") -> DataError:
+    return DataError(
+        f"--data {kind}:{folder}: expected train/CLASS/ and test/CLASS/ (or val, valid, validation, eval), or one "
+        f"directory of images per class. Found that {found}. Rename or move the directories{f'; or {other}' if other else ''}."
+    )
+
+
 def _classes(folder: Path, kind: str) -> list[str]:
     """Returns the names of directories."""
-    found = [path.name for path in directories(folder)]
+    found = [path.name for path in _directories(folder)]
     if not found:
-        raise unlike_splits(folder, f"{folder.name} holds no directories of classes", kind)
+        raise _unlike_splits(folder, f"{folder.name} holds no directories of classes", kind)
     return found
 
 
@@ -92,11 +158,11 @@ def _listed(folder: Path, classes: Sequence[str], kind: str) -> tuple["np.ndarra
     """Returns (names below `folder` as bytes, since a million path objects would take 130 MB; class numbers)."""
     names, labels = list[bytes](), list[int]()
     for label, name in enumerate(classes):
-        found = sorted(bytes(path.relative_to(folder)) for path in _files(folder / name) if path.suffix.lower() in IMAGES)
+        found = sorted(bytes(path.relative_to(folder)) for path in _files(folder / name) if path.suffix.lower() in _IMAGES)
         names += found
         labels += [label] * len(found)
     if not names:
-        raise DataError(f"--data {kind}:{folder}: found no images ({', '.join(IMAGES)}) in directories of classes.")
+        raise DataError(f"--data {kind}:{folder}: found no images ({', '.join(_IMAGES)}) in directories of classes.")
     return np.array(names), np.array(labels)
 
 
@@ -155,7 +221,7 @@ def _changes(kind: str, size: int | None) -> tuple[Change, Change]:
         return _resized(size), _resized(size)
     if kind == "cifar":
         return _shifted(size), _resized(size)
-    return _cropped(size), _middle(size)
+    return lambda image: _flipped(_to(image, size, random_box(*image.size))), _middle(size)
 
 
 def _resized(size: int | None) -> Change:
@@ -166,10 +232,6 @@ def _to(image: Any, size: int, box: tuple[float, float, float, float] | None = N
     from PIL import Image
 
     return image.resize((size, size), Image.Resampling.BILINEAR, box=box)
-
-
-def _cropped(size: int) -> Change:
-    return lambda image: _flipped(_to(image, size, random_box(*image.size)))
 
 
 def random_box(width: int, height: int) -> tuple[int, int, int, int]:

@@ -140,12 +140,11 @@ def _convolution(channels: int, kernels: int, *, flat: bool = False) -> nn.Modul
 
 
 def _dense(inputs: int, outputs: int, groups: int) -> nn.Module:
-    """Returns a linear layer for groups 1, else a separable one."""
-    linear = nn.Linear(inputs, outputs) if groups == 1 else SeparableLinear(inputs, outputs, groups)
-    return nn.Sequential(linear, nn.ReLU())
+    return nn.Sequential(_output(inputs, outputs, groups), nn.ReLU())
 
 
 def _output(inputs: int, outputs: int, groups: int) -> nn.Module:
+    """Returns a linear layer for groups 1, else a separable one."""
     return nn.Linear(inputs, outputs) if groups == 1 else SeparableLinear(inputs, outputs, groups)
 
 

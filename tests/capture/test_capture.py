@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from seqpart.capture.capture import chain_of, trace
+from seqpart.capture.capture import chain_of
 from seqpart.errors import ModelError
 from tests.replay import assert_same_as_whole, images, quantities, replayed, tokens
 from tests.whole_models import Bands, Decoder, Dense, Layer, UNet
@@ -238,7 +238,7 @@ def hidden_in_an_object(self, x):
 def test_a_model_that_cannot_be_cut_is_one_block_which_says_why(look, said):
     """All of them were refused, though a model of one block trains where it fits."""
     model = Looks(look)
-    (block,) = chain = trace(model, (4,), torch.float32)
+    (block,) = chain = chain_of(model, (4,), torch.float32)
     assert re.search(said, "".join(chain.whole_parts))
     assert [block.exported(name) for name in block.alive.state_dict()] == [*model.state_dict()]
     assert_same_as_whole(model, quantities(), 1, 1)
@@ -249,7 +249,7 @@ def test_a_model_that_calls_a_scripted_function_is_one_block_which_says_why():
     """It gave a line of the interpreter's for a reason."""
     scripted = torch.jit.script(swish)
     model = Looks(lambda self, x: self.two(scripted(x)))
-    (said,) = trace(model, (4,), torch.float32).whole_parts
+    (said,) = chain_of(model, (4,), torch.float32).whole_parts
     assert "it calls a function of torch.jit.script" in said and "leave the decorator out" in said
     assert_same_as_whole(model, quantities(), 1, 1)
 
@@ -258,13 +258,13 @@ def test_a_model_that_calls_a_scripted_function_is_one_block_which_says_why():
 def test_a_model_is_cut_by_an_interpreter_without_assertions_too():
     """Under `python -O` the rows had no number in the recording, and the model was said to have a weight in a list."""
     code = (
-        "import torch; from torch import nn; from seqpart.capture.capture import trace\n"
+        "import torch; from torch import nn; from seqpart.capture.capture import chain_of\n"
         "class Two(nn.Module):\n"
         "    def __init__(self):\n"
         "        super().__init__(); self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)\n"
         "    def forward(self, x):\n"
         "        return self.b(self.a(x).relu())\n"
-        "print(len(trace(Two(), (4,), torch.float32)), __debug__)"
+        "print(len(chain_of(Two(), (4,), torch.float32)), __debug__)"
     )
     done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "2 False\n", done.stderr
@@ -280,7 +280,7 @@ def test_a_model_is_cut_by_an_interpreter_without_assertions_too():
 )
 def test_what_does_not_run_or_cannot_be_judged_is_refused_with_its_place(look, said):
     with pytest.raises(ModelError, match=said):
-        trace(Looks(look), (4,), torch.float32)
+        chain_of(Looks(look), (4,), torch.float32)
 
 
 class Held:
@@ -321,7 +321,7 @@ class Whole(nn.Module):
 
 def test_what_cannot_be_looked_into_is_a_block_as_a_whole():
     model = Whole(Hides())
-    assert [block.name for block in trace(model, (4,), torch.float32)] == ["first", "middle", "head"]
+    assert [block.name for block in chain_of(model, (4,), torch.float32)] == ["first", "middle", "head"]
     assert_same_as_whole(model, quantities())
 
 
@@ -357,10 +357,10 @@ class Counts(nn.Module):
 
 def test_functions_between_layers_do_what_they_did(monkeypatch):
     model = Counts()
-    assert "does other things with 6 rows than with 4" in trace(model, (4,), torch.float32).whole_parts[0]
+    assert "does other things with 6 rows than with 4" in chain_of(model, (4,), torch.float32).whole_parts[0]
     monkeypatch.setattr(Counts, "forward", lambda self, x: _without_rows(self, x))
     assert_same_as_whole(model, quantities())
-    chain = trace(model, (4,), torch.float32)
+    chain = chain_of(model, (4,), torch.float32)
     replayed(chain, quantities(), training=True)
     assert (float(model.calls), int(model.unused.num_batches_tracked)) == (1.0, 1)
 
@@ -394,12 +394,12 @@ class LooksAtAutocast(nn.Module):
 def test_what_a_model_does_under_autocast_is_what_is_noted(autocast):
     """It was run without, so that types were others, and what it computes in float32 was computed in bfloat16."""
     model, rows = LooksAtAutocast(), quantities()
-    chain = trace(model, (4,), torch.float32, autocast=autocast)
+    chain = chain_of(model, (4,), torch.float32, autocast=autocast)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         whole, (found, _) = model(rows), replayed(chain, rows, training=True)
     assert whole.dtype == (autocast or torch.float32) and torch.equal(found, whole)
 
 
 def test_a_layer_says_what_it_is():
-    chain = trace(Decoder(), (7,), torch.int64)
+    chain = chain_of(Decoder(), (7,), torch.int64)
     assert [str(block) for block in chain if block.kind == Layer.__name__] == [f"block {n} (Layer)" for n in (2, 3, 4)]

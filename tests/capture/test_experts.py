@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.capture.capture import trace
+from seqpart.capture.capture import chain_of
 from seqpart.errors import ModelError
 from seqpart.model.blocks import as_chain
 from seqpart.profile.blocks import _watch_training, measure_chain
@@ -70,7 +70,7 @@ class Sorted(nn.Module):
 def test_such_a_layer_is_a_block_and_a_model_with_such_code_between_its_layers_is_one():
     assert_same_as_whole(Mixture(), torch.randint(0, 11, (6, 7)))
     assert_same_as_whole(Sorted(), torch.randn(6, 4), 1, 1)
-    (why,) = trace(Sorted(), (4,), torch.float32).whole_parts
+    (why,) = chain_of(Sorted(), (4,), torch.float32).whole_parts
     assert re.search(r"nonzero: it makes a shape of the values in a tensor.*test_experts\.py:\d+", why)
 
 
@@ -208,4 +208,4 @@ class Emptying(nn.Module):
 
 def test_a_model_that_empties_its_layers_after_their_last_call_is_one_block():
     assert_same_as_whole(Emptying(), torch.randn(6, 4, 6), 1, 1)
-    assert "it changes seen of this layer from outside" in trace(Emptying(), (4, 6), torch.float32).whole_parts[0]
+    assert "it changes seen of this layer from outside" in chain_of(Emptying(), (4, 6), torch.float32).whole_parts[0]

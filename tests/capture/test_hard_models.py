@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from seqpart.capture.capture import trace
+from seqpart.capture.capture import chain_of
 from tests import hard_models as models
 from tests.replay import ROWS, assert_same_as_whole
 
@@ -50,5 +50,5 @@ WHOLE = {
 def test_what_a_cut_would_change_stays_one_block(make, said):
     torch.manual_seed(0)
     model, shape = make(), (8,) if said.startswith("changed") else (4,)
-    assert said in trace(model, shape, FLOAT).whole_parts[0]
+    assert said in chain_of(model, shape, FLOAT).whole_parts[0]
     assert_same_as_whole(model, torch.randn(ROWS, *shape), 1, 1)

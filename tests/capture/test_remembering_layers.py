@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.capture.capture import trace
+from seqpart.capture.capture import chain_of
 from seqpart.errors import Interrupted, ModelError
 from tests.resuming import Stopping, ended
 
@@ -327,4 +327,4 @@ class TwicePositions(nn.Module):
 
 
 def test_what_a_layer_keeps_that_depends_on_no_row_and_no_weight_does_not_join_its_calls():
-    assert len(trace(TwicePositions(), (8,), torch.float32)) == 3
+    assert len(chain_of(TwicePositions(), (8,), torch.float32)) == 3

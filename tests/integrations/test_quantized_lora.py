@@ -7,7 +7,7 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.errors import ModelError
-from seqpart.model.quantized import PlainTensors
+from seqpart.model.quantized import plain_tensors
 from seqpart.verify import verify
 from tests.choice import only_quick
 from tests.methods.test_adapters import BATCH, EPOCHS, plain, scores, text, trained
@@ -167,4 +167,4 @@ def test_autocast_is_that_of_a_plain_loop(directory, tmp_path):
 
 def test_an_adapter_that_needs_the_norms_of_whole_weights_is_refused(directory):
     with pytest.raises(ModelError, match=r"q_proj\.base_layer is quantized, and its adapter \(use_dora=True\)"):
-        PlainTensors(adapted(directory, lora={"use_dora": True}), "cpu").__enter__()
+        plain_tensors(adapted(directory, lora={"use_dora": True}), "cpu").__enter__()

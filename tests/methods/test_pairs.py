@@ -21,7 +21,7 @@ from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.methods.separable import PSL
 from seqpart.model import SeparableLinear
 from seqpart.model.losses import element_pair, partially_separable
-from seqpart.model.tiling import Separation
+from seqpart.model.tiling import separating
 from seqpart.schedule.progress import checked
 from seqpart.schedule.steps import Position, Verb, parse, steps_of, to_text
 from seqpart.store.layout import Layout, TensorSpec
@@ -106,7 +106,7 @@ def lay_out(module):
 
 def plain(model, data, *, micro, epochs=2, lr=1e-2):
     """A loop over pairs: (0, 1), (0, 2), ..., in each by micro-batches, of the rows that are labelled with one of the two."""
-    with Separation(model, Device(), 5) as separated:
+    with separating(model, Device(), 5) as separated:
         for part in (separated.common, *separated.scores):
             lay_out(part)
         step = torch.optim.SGD(separated.parameters(), lr=lr, fused=True)

@@ -14,7 +14,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.errors import DoesNotFit, ModelError
 from seqpart.model import quantized
-from seqpart.model.quantized import PlainTensors, Quantized
+from seqpart.model.quantized import Quantized, plain_tensors
 from seqpart.plan.plan import Plan
 from seqpart.schedule.steps import Verb
 from tests.checkpoint.test_killed import COMMON, ended, laid_out, whole_run
@@ -149,7 +149,7 @@ def test_one_layer_gives_and_takes_back_what_the_librarys_own_does(kind, rows, c
         return given, taken.grad, *(p.grad for p in network.parameters() if p.requires_grad)
 
     expected = ran(layer)
-    with PlainTensors(layer, "cpu") as ours:
+    with plain_tensors(layer, "cpu") as ours:
         assert ours is layer and layer[0].weight.requires_grad is False
         found = ran(ours)
     assert len(found) == len(expected)
@@ -368,7 +368,7 @@ def test_ctrl_c_while_layers_are_emptied_or_filled_leaves_them_as_they_were(call
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(owner, call, interrupted)
-        with PlainTensors(model, "cpu"):
+        with plain_tensors(model, "cpu"):
             assert call == "get_parameter" and isinstance(model[1], Quantized)
     after = load_state(model)
     assert isinstance(model[1], bnb.nn.Linear4bit)
@@ -378,7 +378,7 @@ def test_ctrl_c_while_layers_are_emptied_or_filled_leaves_them_as_they_were(call
 def test_on_a_gpu_8_bits_are_refused():
     model = nn.Sequential(eight()).to("cpu")
     with pytest.raises(ModelError, match=r"0 is a Linear8bitLt .* on cuda the library picks columns by the values in them"):
-        PlainTensors(model, "cuda").__enter__()
+        plain_tensors(model, "cuda").__enter__()
 
 
 def test_a_program_without_quantized_layers_does_not_load_their_library(tmp_path, processes):

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from seqpart import Trainer
 from seqpart.errors import DoesNotFit
-from seqpart.model.tiling import TiledExperts, Tiling
+from seqpart.model.tiling import TiledExperts, tiling
 
 transformers = pytest.importorskip("transformers")
 
@@ -82,7 +82,7 @@ def test_grouped_products_have_the_bits_of_a_plain_loop_over_the_same_tiles(make
     """The default. (The bits of its `batched_mm` differ from one plain loop to the next, on CPUs too.)"""
     model, other, x = made(make, "grouped_mm"), made(make, "grouped_mm"), rows()
     trainer(model, tmp_path).fit((x, x))
-    with Tiling(other, TILE) as tiled:
+    with tiling(other, TILE) as tiled:
         assert any(isinstance(module, TiledExperts) for module in tiled.modules())
         plain_loop(tiled, x)
     assert alike(model, other)

@@ -17,7 +17,7 @@ from seqpart.device.device import Device
 from seqpart.device.limit import measure_runtime
 from seqpart.device.pages import round_up
 from seqpart.errors import DoesNotFit, OptionError
-from seqpart.model.tiling import SIZES, Tiled, Tiling, sizes_to_try
+from seqpart.model.tiling import SIZES, Tiled, sizes_to_try, tiling
 from seqpart.model.weight_files import parameters_on_meta
 from seqpart.plan.plan import Plan
 from seqpart.verify.verification import verify
@@ -63,7 +63,7 @@ def trainer(folder, model, **options):
 
 def plain(model, x, y, *, epochs=2, batch=8):
     """A loop of PyTorch's own, over the same tiles."""
-    with Tiling(model, TILE) as tiled:
+    with tiling(model, TILE) as tiled:
         optimizer = torch.optim.Adam(tiled.parameters(), lr=1e-2, fused=True)
         for _ in range(epochs):
             for ids, labels in zip(x.split(batch), y.split(batch), strict=True):
@@ -96,7 +96,7 @@ def test_a_tiled_embedding_has_the_bits_of_the_whole_and_so_have_its_gradients(r
     holder, ids = nn.Sequential(copy.deepcopy(whole)), torch.tensor(ids) % rows
     weights = torch.randn(len(ids), width)
     (whole(ids) * weights).sum().backward()
-    with Tiling(holder, nbytes) as tiled:
+    with tiling(holder, nbytes) as tiled:
         found = tiled(ids)
         (found * weights).sum().backward()
         gradient = torch.cat([parameter.grad for parameter in tiled.parameters()])
@@ -111,7 +111,7 @@ def test_a_tiled_embedding_has_the_bits_of_the_whole_and_so_have_its_gradients(r
 
 @pytest.mark.parametrize("ids", [[-1], [VOCABULARY]])
 def test_an_id_that_no_tile_has_is_refused_as_by_the_whole(ids):
-    with Tiling(nn.Sequential(nn.Embedding(VOCABULARY, WIDTH)), TILE) as tiled, pytest.raises(IndexError):
+    with tiling(nn.Sequential(nn.Embedding(VOCABULARY, WIDTH)), TILE) as tiled, pytest.raises(IndexError):
         tiled(torch.tensor(ids))
 
 
@@ -121,7 +121,7 @@ def test_a_tiled_linear_layer_computes_what_the_whole_does(outputs, inputs, nbyt
     whole = nn.Linear(inputs, outputs, bias=bias)
     holder, x = nn.Sequential(copy.deepcopy(whole)), torch.randn(7, inputs, requires_grad=True)
     expected = torch.autograd.grad(whole(x).square().sum(), [x, *whole.parameters()])
-    with Tiling(holder, nbytes) as tiled:
+    with tiling(holder, nbytes) as tiled:
         (got,) = torch.autograd.grad(tiled(x).square().sum(), [x])
         ragged = [parameter for parameter in tiled.parameters() if parameter.numel() % 32]
         assert len(ragged) <= 1 + bias, "only the last tile may have numbers that are no whole vector"
@@ -147,13 +147,13 @@ def test_what_a_tile_could_not_do_as_well_stays_whole():
         nn.Sequential(shared, user),
     ]  # fmt: skip
     for layer in layers:
-        with Tiling(nn.Sequential(layer), 64) as model:
+        with tiling(nn.Sequential(layer), 64) as model:
             assert not any(isinstance(module, Tiled) for module in model.modules()), layer
     unlike = nn.Linear(3, 3, bias=False)
     unlike.weight = nn.Parameter(torch.eye(3).to_sparse())
     for odd in (nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)), [unlike], [nn.Identity, nn.Linear(2, 2)], None):
         assert sizes_to_try(odd) == (0,), "what cannot be trained is refused elsewhere, in words"
-    with Tiling(nn.Linear(WIDTH, VOCABULARY), 64) as model:
+    with tiling(nn.Linear(WIDTH, VOCABULARY), 64) as model:
         assert isinstance(model, nn.Linear), "it is the model, and nobody holds it"
 
 

@@ -334,8 +334,8 @@ def test_the_peak_is_watched_from_what_is_alive_now():
         torch.zeros(1000)
         kept = torch.zeros(10)
         assert live.peak == 4000
-        with live.watch():
-            torch.zeros(20)
+        live.restart()
+        torch.zeros(20)
         assert live.peak == 40 + 80
         del kept
 
