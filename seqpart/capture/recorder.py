@@ -117,8 +117,9 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """A context in which calls of modules and of autograd functions go through this recorder."""
+        """A context in which calls of modules, of autograd functions and of scripted ones go through this recorder."""
         before, apply = nn.Module.__call__, vars(torch.autograd.Function)["apply"]
+        script = torch.jit.ScriptFunction.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._call(before, module, args, kwargs)
@@ -131,8 +132,14 @@ class Recorder(TorchFunctionMode):
                 return args[0](*args[2:])
             return self._record(OwnBackward(kind), lambda: bound(*args, **kwargs), args, kwargs)
 
+        def scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return script(function, *args, **kwargs)
+            return self._record(function, lambda: script(function, *args, **kwargs), args, kwargs)
+
         applies = patch.object(torch.autograd.Function, "apply", classmethod(applied))
-        with patch.object(nn.Module, "__call__", call), applies:
+        scripts = patch.object(torch.jit.ScriptFunction, "__call__", scripted)
+        with patch.object(nn.Module, "__call__", call), applies, scripts:
             yield
 
     def _call(self, before: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -299,8 +306,6 @@ class Recorder(TorchFunctionMode):
             why = "it reads a number out of a tensor (tensors in a tuple that is an index, a kernel of its own)"
         if "BatchedTensor" in why:
             why = "it computes under torch.vmap, and calls in there cannot be recorded one by one"
-        if "TorchScript interpreter" in why:
-            why = "it calls a function of torch.jit.script, whose operations cannot be recorded: leave the decorator out"
         if isinstance(error, DynamicOutputShapeException):
             why = "it makes a shape of the values in a tensor (nonzero, a mask as an index), and a plan is made without values"
         return Inside(f"{what}: {why}" if what else why, where, module, self._paths.get(module, ""))

@@ -43,10 +43,10 @@ from seqpart.model.optimizers import (
     refuse_unrounded,
     rounding,
     scheduled,
-    twin_of,
 )
 from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, reduction_of
 from seqpart.model.scheduler import refuse_unfit
+from seqpart.model.tensors import twin_of
 from seqpart.model.tiling import starts_of
 from seqpart.plan.plan import Plan, PlanRequest
 from seqpart.plan.unfreezing import late_parameters
