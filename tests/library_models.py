@@ -57,12 +57,9 @@ THEIRS = {
 }
 FURTHER = {
     "swin_t": (lambda: torchvision_model("swin_t"), images),
-    "squeezenet": (lambda: torchvision_model("squeezenet1_1"), lambda: images(64)),
     "deeplab": (lambda: torchvision_model("deeplabv3_mobilenet_v3_large", weights_backbone=None), images),
     "vit_tiny": (lambda: timm_model("vit_tiny_patch16_224"), lambda: images(224)),
-    "efficientnet of timm": (lambda: timm_model("efficientnet_b0"), lambda: images(64)),
     "xcit": (lambda: timm_model("xcit_nano_12_p16_224"), lambda: images(224)),
-    "mobilevit": (lambda: timm_model("mobilevit_xxs"), lambda: images(64)),
     "qwen3, mixture": (
         lambda: transformers_model(
             "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **GROUPED, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
@@ -71,10 +68,7 @@ FURTHER = {
     ),
     "gemma2": (lambda: transformers_model("Gemma2ForCausalLM", "Gemma2Config", **GROUPED), tokens),
     "gemma3": (lambda: transformers_model("Gemma3ForCausalLM", "Gemma3TextConfig", **GROUPED), tokens),
-    "phi": (lambda: transformers_model("PhiForCausalLM", "PhiConfig"), tokens),
-    "gpt-neox": (lambda: transformers_model("GPTNeoXForCausalLM", "GPTNeoXConfig"), tokens),
     "mamba": (lambda: transformers_model("MambaForCausalLM", "MambaConfig", state_size=4), tokens),
-    "siglip": (lambda: transformers_model("SiglipVisionModel", "SiglipVisionConfig", **SEEN), images),
     "deberta": (lambda: transformers_model("DebertaV2ForSequenceClassification", "DebertaV2Config"), tokens),
 }
 

@@ -117,12 +117,11 @@ def test_the_transformer_predicts_the_next_pixel():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["R", "T"])
-def test_both_arms_learn_the_same(network, tmp_path):
+def test_both_arms_learn_the_same(tmp_path):
     found = {}
     for arm, *words in (("plain",), ("streamed", "--method", "auto", "--limit", "3GB", "--folder", tmp_path)):
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.streamed_arm", arm, "--network", network, "--batch", "4", "--updates", "4",
+            [sys.executable, "-m", "benchmarks.streamed_arm", arm, "--network", "R", "--batch", "4", "--updates", "4",
              *map(str, words)],
             cwd=Path(__file__).parents[2], env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip

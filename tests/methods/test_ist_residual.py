@@ -252,13 +252,12 @@ def test_a_block_of_a_library_adds_as_much_more_as_there_are_subnets(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("subnets", ["2", "5"])
-def test_the_peak_of_a_library_s_network_is_predicted_and_the_limit_kept(subnets, tmp_path):
+def test_the_peak_of_a_library_s_network_is_predicted_and_the_limit_kept(tmp_path):
     chance = np.random.default_rng(0)
     x, y = chance.normal(size=(160, 3, 32, 32)).astype(np.float32), np.arange(160) % 10
     np.savez(tmp_path / "rows.npz", x_train=x, y_train=y, x_test=x[:40], y_test=y[:40])
     words = ["--model", "torchvision:resnet50", "--data", "npz:rows.npz", "--mem-limit", "800MB", "--batch-size", "16"]
-    ran = command(tmp_path, *words, "--method", "ist", "--subnets", subnets, "--epochs", "1", "--output-dir", "run")
+    ran = command(tmp_path, *words, "--method", "ist", "--subnets", "5", "--epochs", "1", "--output-dir", "run")
     assert ran.code == 0 and "residual blocks 12..16 dealt out among them, 5 in all" in ran.out, ran.err
     proof = json.loads((tmp_path / "run" / "result.json").read_text())["proof"]
     assert -0.01 <= proof["predicted"] / proof["peak"] - 1 <= 0.05 and proof["violations"] == 0
