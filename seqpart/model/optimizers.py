@@ -35,7 +35,7 @@ from seqpart.model.optimizer_trials import (
 )
 from seqpart.model.rounding import NARROW, ROOM_TO_ROUND, RoundingSteps, average_into
 from seqpart.model.rounding import SLICE as ROUNDED_AT_ONCE
-from seqpart.model.scheduler import Groups, Scheduler, SchedulerFactory, note_rates, tune
+from seqpart.model.scheduler import Groups, Scheduler, SchedulerFactory, Whole, note_rates, tune
 from seqpart.model.slices import room_of_slices
 from seqpart.model.tensors import twin_of
 from seqpart.store.layout import Layout, TensorSpec, spec_of
@@ -440,7 +440,7 @@ def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimiz
     """`optimizer` with the state that it keeps under this scheduler: OneCycleLR gives SGD a momentum."""
     if isinstance(schedule, str):
         return optimizer
-    first = Scheduler(schedule, optimizer.build, [(optimizer.example, _example())]).at(0).options[0]
+    first = Scheduler(schedule, Whole(optimizer.build, [(optimizer.example, _example())])).at(0).options[0]
 
     def function(given: list[Any]) -> torch.optim.Optimizer:
         built = optimizer.function(given)

@@ -11,13 +11,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from seqpart.device.compiler import take_step, without_compiler
+from seqpart.device.compiler import without_compiler
 from seqpart.errors import OptionError
 from seqpart.model.optimizer_trials import BuildNamed
 
@@ -40,19 +41,45 @@ _TRIED = 10_000
 """Most updates that are tried ahead, fewer with several groups: 0.1 s."""
 
 
+class Whole:
+    """An optimizer with the groups of all parameters that learn, but without these, which never learns.
+
+    build: builds it. parameters: all that learn.
+    """
+
+    def __init__(self, build: BuildNamed, parameters: Named) -> None:
+        self.optimizer = build([parameter for _, parameter in parameters], [name for name, _ in parameters])
+        groups, named = self.optimizer.param_groups, {id(parameter): name for name, parameter in reversed(parameters)}
+        self.of = {named[id(one)]: number for number, group in enumerate(groups) for one in group["params"]}
+        """{name of a parameter: number of its group}."""
+        for group in groups:
+            group["params"] = [nn.Parameter(torch.zeros(2, 3, dtype=torch.float32))]
+        self._begun = [dict(group) for group in groups]  # a learning rate may be a tensor, which schedulers fill
+
+    def begin(self) -> torch.optim.Optimizer:
+        """Returns the optimizer as it was built, for another scheduler."""
+        for group, begun in zip(self.optimizer.param_groups, self._begun, strict=True):
+            group.clear()
+            group.update({name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in begun.items()})
+        self.optimizer.step = MethodType(_no_step, self.optimizer)  # type: ignore[method-assign]
+        return self.optimizer
+
+
+def _no_step(optimizer: torch.optim.Optimizer, closure: object = None) -> None:
+    """A step that looks at no parameter: an optimizer may know the model's own, beside its groups."""
+
+
 class Scheduler:
     """Options of an optimizer's groups as functions of the number of updates done."""
 
     def __init__(
-        self, factory: SchedulerFactory, build: BuildNamed, parameters: Named,
-        measured: Callable[[], Sequence[tuple[int, float]]] = tuple,
+        self, factory: SchedulerFactory, whole: Whole, measured: Callable[[], Sequence[tuple[int, float]]] = tuple
     ) -> None:  # fmt: skip
-        """Makes the scheduler. build: builds its optimizer. parameters: stand-ins for all that learn; they keep their values.
-        measured: (updates before it, value) of each evaluation so far.
+        """Makes the scheduler. measured: (updates before it, value) of each evaluation so far.
 
         Raises OptionError if it is no scheduler.
         """
-        self._factory, self._build, self._parameters, self._measured = factory, build, parameters, measured
+        self._factory, self._whole, self._measured = factory, whole, measured
         self.sets_momentum = False
         """True if it has set a momentum at one of the updates so far."""
         self._begin()
@@ -69,14 +96,14 @@ class Scheduler:
                 self._scheduler.step(value)
             self._told.append(value)
         while self._done < done and not self.waits:
-            take_step(self._optimizer)  # without gradients: schedulers warn where none comes before theirs
+            self._optimizer.step()  # schedulers warn where none comes before theirs
             self._look()
             with self._setting(f"its step {self._done + 1} failed (does it end before the run's last update?)"):
                 self._step(self._done + 1)
             self._done += 1
         self._look()
         groups = self._optimizer.param_groups
-        return Groups(tuple({name: group[name] for name in self._names if name in group} for group in groups), self._of)
+        return Groups(tuple({name: group[name] for name in self._names if name in group} for group in groups), self._whole.of)
 
     @contextmanager
     def _setting(self, failed: str) -> Iterator[None]:
@@ -92,13 +119,8 @@ class Scheduler:
 
     def _begin(self) -> None:
         self._told: list[float] = []
-        names, parameters = [name for name, _ in self._parameters], [parameter for _, parameter in self._parameters]
-        self._done, self._optimizer = 0, self._build(parameters, names)
-        named = {id(parameter): name for name, parameter in self._parameters}
-        self._of = {named[id(one)]: n for n, group in enumerate(self._optimizer.param_groups) for one in group["params"]}
+        self._done, self._optimizer = 0, self._whole.begin()
         self.groups = max(1, len(self._optimizer.param_groups))
-        for group in self._optimizer.param_groups:
-            del group["params"][1:]  # a step without gradients looks at each
         self._names = {"lr"}
         with self._setting("it failed"):
             self._scheduler = self._factory(self._optimizer)
@@ -173,18 +195,18 @@ def tune(optimizer: torch.optim.Optimizer, rate: float | Groups, names: Mapping[
 
 
 def refuse_unfit(
-    schedule: str | SchedulerFactory, runs: Iterable[int], builds: Iterable[tuple[BuildNamed, bool]], parameters: Named,
+    schedule: str | SchedulerFactory, runs: Iterable[int], optimizers: Iterable[tuple[Whole, bool]],
     *, tested: bool, larger: bool,
 ) -> None:  # fmt: skip
     """Raises OptionError for a scheduler that cannot be built, ends before one of `runs` (numbers of updates), sets a momentum
     later, or waits for evaluations that there are not.
 
-    builds: (function that builds an optimizer, True if that keeps no state). parameters: see `Scheduler`. tested: true if there
-    are evaluations during the training; larger: true if a larger value of them is better.
+    optimizers: (optimizer of all parameters, True if it keeps no state). tested: true if there are evaluations during the
+    training; larger: true if a larger value of them is better.
     """
     if not isinstance(schedule, str):
-        for updates, (build, is_bare) in itertools.product(runs, builds):
-            scheduler = Scheduler(schedule, build, parameters)
+        for updates, (whole, is_bare) in itertools.product(runs, optimizers):
+            scheduler = Scheduler(schedule, whole)
             scheduler.at(max(0, min(updates - 1, _TRIED // scheduler.groups + _TRIED // 10)))
             if scheduler.waits and not tested:
                 raise OptionError(

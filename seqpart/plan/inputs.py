@@ -4,7 +4,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import TypeVar
@@ -45,8 +45,7 @@ from seqpart.model.optimizers import (
     scheduled,
 )
 from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, reduction_of
-from seqpart.model.scheduler import refuse_unfit
-from seqpart.model.tensors import twin_of
+from seqpart.model.scheduler import Whole, refuse_unfit
 from seqpart.model.tiling import starts_of
 from seqpart.plan.plan import Plan, PlanRequest
 from seqpart.plan.unfreezing import late_parameters
@@ -88,6 +87,7 @@ class Inputs:
         self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
         self.reading = Reading(train, test, settings.workers, device)
         self._scheduled = cache(partial(scheduled, settings.lr_schedule))
+        self._wholes_of: dict[Optimizer, Whole] = {}
         self._why_not = ""
         """Why the loss gets one tensor of those that the model returns."""
         self.loss_chunks = loss_chunks
@@ -404,17 +404,21 @@ class Inputs:
             if self._optimizer is not None and (self.settings.ram_limit or not self.device.shares_memory):
                 self.tells_apart = any(map(self._optimizer.tells_apart, *self._given()))
 
-    @cached_property
-    def stand_ins(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters without memory in place of all that learn at any time, with their names, in the model's order."""
-        found = list[tuple[int, str, nn.Parameter]]()
-        for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True):
-            for spec in (spec for spec in cost.layout.specs if spec.name in cost.trainable):
-                values = torch.zeros((), dtype=spec.dtype).expand(spec.shape)
-                given = block.alive.get_parameter(spec.name) if block.alive is not None else nn.Parameter(values)
-                place = block.places.get(spec.name, block.number)
-                found.append((place, block.exported(spec.name), twin_of(given, values)))
-        return [(name, parameter) for _, name, parameter in sorted(found, key=lambda one: one[0])]
+    def whole_optimizer(self, optimizer: Optimizer) -> Whole:
+        """Returns an optimizer with the groups of all parameters that learn at any time, in the model's order. The user's is
+        built once, of the model's own parameters, before they leave it: its groups may be by which objects these are."""
+        if optimizer not in self._wholes_of:
+            found = list[tuple[int, str, nn.Parameter]]()
+            for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True):
+                for spec in (spec for spec in cost.layout.specs if spec.name in cost.trainable):
+                    if optimizer is self._optimizer and block.alive is not None:
+                        parameter = block.alive.get_parameter(spec.name)
+                    else:
+                        parameter = nn.Parameter(torch.zeros((), dtype=spec.dtype).expand(spec.shape))
+                    found.append((block.places.get(spec.name, block.number), block.exported(spec.name), parameter))
+            found.sort(key=lambda one: one[0])
+            self._wholes_of[optimizer] = Whole(optimizer.build, [(name, parameter) for _, name, parameter in found])
+        return self._wholes_of[optimizer]
 
     def _given(self) -> tuple[list[str], list[nn.Parameter]]:
         """Returns names and parameters of modules that were given alive, of those that learn."""
@@ -445,9 +449,9 @@ class Inputs:
             runs["recovery"] = self._updates(self.settings.recovery_epochs, self.recovery_batch)
         refuse_endless_warmup(self.settings.warmup_updates, runs)
         tested = self.exact and self.settings.tests != AT_THE_END
-        builds = [(one.build, one.is_bare) for one in self.possible_optimizers()]
+        optimizers = ((self.whole_optimizer(one), one.is_bare) for one in self.possible_optimizers())
         refuse_unfit(
-            self.settings.lr_schedule, runs.values(), builds, self.stand_ins, tested=tested,
+            self.settings.lr_schedule, runs.values(), optimizers, tested=tested,
             larger=criterion_of(self.settings.best_by).larger,
         )  # fmt: skip
 

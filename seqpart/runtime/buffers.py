@@ -13,6 +13,10 @@ _Copy = tuple[Block, str, torch.Tensor]
 """(block, name, value) of a buffer."""
 
 
+def _digest(buffer: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(bytes_of(buffer.view(-1).view(torch.uint8)))
+
+
 class BufferSnapshots:
     """Copies of a partition's buffers: at the start of an update, before a forward pass that is repeated, and at the end of a
     visit whose update comes in a later one."""
@@ -31,15 +35,14 @@ class BufferSnapshots:
         """Digest of each buffer that other ranks were given, by its place."""
 
     def share(self, ranks: Ranks) -> None:
-        """Gives the other ranks the buffers of the first, where its passes have changed them."""
+        """Gives the other ranks the buffers of the first, where passes in any of them have changed theirs."""
         own = [block.module.get_buffer(name) for block, name in self._own()]
         host = [buffer.detach().cpu().contiguous() for buffer in own]
-        digests = {place: xxhash.xxh3_64_intdigest(bytes_of(one.view(-1).view(torch.uint8))) for place, one in enumerate(host)}
-        changed = [place for place, digest in digests.items() if self._shared.get(place) != digest]
-        for place in ranks.gather(changed)[0] if own else ():
+        changed = [place for place, one in enumerate(host) if self._shared.get(place) != _digest(one)]
+        for place in sorted({place for told in ranks.gather(changed) for place in told}) if own else ():
             ranks.send(host[place])
             own[place].copy_(host[place])
-        self._shared = digests
+            self._shared[place] = _digest(host[place])
 
     def begin_visit(self) -> None:
         """Copies the buffers until the update is made: they stay on the device, so no home has their values."""

@@ -351,8 +351,8 @@ class Run:
         if isinstance(schedule, str):
             factor = rate_schedule(schedule, self._settings.warmup_updates)
             return lambda phase, done: factor(*phase.share_of(done))
-        stand_ins, values = self._planner.stand_ins, lambda: self.watch.evaluations.values
-        scheduler = cache(lambda optimizer: Scheduler(schedule, optimizer.build, stand_ins, values))
+        whole, values = self._planner.whole_optimizer, lambda: self.watch.evaluations.values
+        scheduler = cache(lambda optimizer: Scheduler(schedule, whole(optimizer), values))
         return lambda phase, done: scheduler(stage.optimizers[phase.partition]).at(phase.share_of(done)[0])
 
     def _parting(self, stage: Stage) -> Parting | None:
@@ -403,8 +403,11 @@ class Run:
     @property
     def is_trained(self) -> bool:
         """True if no training was left when an error ended the run."""
-        ahead = self.prepared.phases[self.failed_at.phase :] if self.failed_at is not None else self.prepared.phases
-        return all(phase.kind is not PhaseKind.TRAIN for phase, _ in counted(ahead))
+        return self._is_trained_at(self.failed_at or Position())
+
+    def _is_trained_at(self, at: Position) -> bool:
+        at = self.watch.end_behind(self.prepared.phases, at) or at
+        return all(phase.kind is not PhaseKind.TRAIN for phase, _ in counted(self.prepared.phases[at.phase :]))
 
     def _go_on(self, failure: Failure, planned: ExecutionPlan, how: str) -> None:
         micro_batch, self.prepared = planned.request.micro_batch, self._observer.shaped(planned)
@@ -469,8 +472,8 @@ class Run:
             self.exports.at_rest(phases, executor.position, self.watch.evaluations.all, trained=trained)
             due = not self._is_apart(executor) and self._agree(due)
         except Exception as error:
-            self._remember_best(executor)  # the checkpoint's evaluations name it
             if self.ranks.leads and not self._divides_state:
+                self._remember_best(executor)  # the checkpoint's evaluations name it
                 self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
             raise
         self._remember_best(executor)
@@ -478,6 +481,9 @@ class Run:
         if self._divides_state and (due or self.interrupts.waiting):
             self.saving.flush(executor, self._partitions)
             self.homes.collect(states=True)
+        if self.homes.store.divides and trained and self._is_trained_at(executor.position):
+            self.saving.flush(executor, self._partitions)
+            self.homes.collect(everywhere=True)  # what fails in the last test loses no weights
         with self._saved_first():
             self.saving.at_rest(executor, self._partitions, due=due and self.ranks.leads)
         self._stopped = not self._observer.at_rest(executor)

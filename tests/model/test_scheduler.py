@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from seqpart import Settings, Trainer
 from seqpart.errors import Interrupted, OptionError
 from seqpart.model.optimizers import choose
-from seqpart.model.scheduler import Scheduler
+from seqpart.model.scheduler import Scheduler, Whole
 from tests.exactly import FULL, How, Trained, first_difference, numbers
 from tests.resuming import Arm, Stopping, interrupt, kill
 
@@ -188,9 +188,12 @@ def test_another_schedule_may_be_taken_on_resume_and_is_told(monkeypatch, tmp_pa
 
 @given(st.sampled_from(SCHEDULES), st.lists(st.integers(0, UPDATES - 1), min_size=1, max_size=6))
 def test_what_a_schedule_says_depends_on_the_updates_alone(schedule, asked):
-    of_one = schedule, choose("sgd", lr=0.01, momentum=0.9).build, [("weight", nn.Parameter(torch.zeros(2, 3)))]
-    one = Scheduler(*of_one)
-    assert [one.at(done) for done in asked] == [Scheduler(*of_one).at(done) for done in asked]
+    def of_one():
+        build, parameter = choose("sgd", lr=0.01, momentum=0.9).build, nn.Parameter(torch.zeros(2))
+        return Scheduler(schedule, Whole(build, [("weight", parameter)]))
+
+    one = of_one()
+    assert [one.at(done) for done in asked] == [of_one().at(done) for done in asked]
 
 
 def test_sil_begins_it_anew_in_every_partition(tmp_path):
@@ -305,17 +308,28 @@ def of_two_kinds(named_parameters):
     return made + ([torch.optim.AdamW(last, lr=0.02, fused=True)] if last else [])
 
 
+def by_identity(model):
+    fast = {id(one) for one in model[2].parameters()}
+
+    def build(parameters):
+        groups = [{"params": [one], "lr": 0.05 if id(one) in fast else 0.002} for one in parameters]
+        return torch.optim.AdamW(groups, fused=True)
+
+    return build
+
+
 def constant(optimizer):
     return lr_scheduler.LambdaLR(optimizer, lambda done: 1.0)
 
 
 @pytest.mark.parametrize("schedule", [constant, restarts])
-@pytest.mark.parametrize("build", [by_dimensions, head_and_rest, by_depth, of_two_kinds])
+@pytest.mark.parametrize("build", [by_dimensions, head_and_rest, by_depth, of_two_kinds, by_identity])
 def test_each_partition_has_the_rates_of_its_own_groups(build, schedule, tmp_path):
     """Of a scheduler whose optimizer had one parameter alone the head learned, in silence, at the rate of the rest."""
     model, (train, _) = network(), numbers((6,))
     x, y = train.open()[0].float(), train.labels
-    made = build([*(model.parameters() if build is by_dimensions else model.named_parameters())])
+    given = model.parameters() if build in (by_dimensions, by_identity) else model.named_parameters()
+    made = (build(model) if build is by_identity else build)([*given])
     optimizers = made if isinstance(made, list) else [made]
     schedulers = [schedule(optimizer) for optimizer in optimizers]
     for _ in range(EPOCHS):
@@ -324,8 +338,10 @@ def test_each_partition_has_the_rates_of_its_own_groups(build, schedule, tmp_pat
             for one in (*optimizers, *schedulers):
                 one.step()
             model.zero_grad()
+    ours = network()
     trainer = Trainer(
-        network(), None, build, mem_limit="2GB", method="streamed", partitions=(0, 2, 4), batch_size=BATCH, epochs=EPOCHS,
+        ours, None, build(ours) if build is by_identity else build, mem_limit="2GB", method="streamed", partitions=(0, 2, 4),
+        batch_size=BATCH, epochs=EPOCHS,
         micro_batch_size=BATCH, shuffle=False, quiet=True, output_dir=tmp_path, lr_schedule=schedule,
     )  # fmt: skip
     found = load_file(trainer.fit(*numbers((6,))).weights)

@@ -57,6 +57,19 @@ def deep():
     return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), *inner, nn.Linear(32, 5))
 
 
+class MostSeen(nn.Module):
+    """Remembers the largest number that it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("most", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.most.copy_(torch.maximum(self.most, x.detach().max()))
+        return x / (1 + self.most.detach()) if not self.training else x
+
+
 APART = {"method": "sil", "sil_inputs": "synthetic", "partitions": 5}
 SIZES = (16, 32), (32, 24), (24, 5)
 IST = {"method": "ist", "subnets": 2, "local_steps": 2}
@@ -70,6 +83,11 @@ CASES = {
     "labels that do not count": (chain, SOME, {"method": "full"}),
     "dropout": (lambda: chain(nn.Dropout(0.5)), CLASSES, {"method": "streamed", "partitions": 2, "export_every": "1epoch"}),
     "running statistics": (lambda: chain(nn.BatchNorm1d(32)), CLASSES, {"method": "streamed", "partitions": 2}),
+    "running statistics, of the largest number": (
+        lambda: chain(MostSeen()),
+        CLASSES,
+        {"method": "streamed", "partitions": (0, 1), "shuffle": False},
+    ),
     "running statistics of frozen layers": (
         lambda: chain(nn.BatchNorm1d(32)),
         CLASSES,
@@ -123,6 +141,10 @@ class Kept:
                       for place in places]  # fmt: skip
 
 
+def no_metrics(outputs, labels):
+    raise ValueError
+
+
 class Sent(Reporter):
     """Counts the bytes that the ranks give one another before the subnets are merged."""
 
@@ -171,6 +193,13 @@ def runs(folder, rank):
     except Exception as error:
         (folder / f"failed-{rank}").write_text(type(error).__name__)
     fitted("channels last", folder / "again")
+    _, labels, options = CASES["tied weights"]
+    model = tied()
+    trainer = Trainer(model, output_dir=folder / "late", micro_batch_size=BATCH // RANKS, **{**COMMON, **options})
+    try:
+        trainer.fit((ROWS, labels), (ROWS, labels), compute_metrics=no_metrics)
+    except Exception as error:
+        torch.save((model.state_dict(), type(error).__name__), folder / f"late-{rank}.pt")
     (folder / f"said-{rank}.json").write_text(json.dumps(said))
 
 
