@@ -329,7 +329,7 @@ def _own(optimizer: torch.optim.Optimizer) -> dict[str, object]:
         key: value
         for key, value in vars(optimizer).items()
         if key not in _TORCH_S
-        and not key.startswith(("_optimizer_", "_zero_grad", "_patch", "_warned", "_step_"))
+        and not key.startswith(("_optimizer_", "_zero_grad", "_patch", "_warned", "_step_", "_need_device"))
         and not callable(value)
         and not isinstance(value, torch.optim.Optimizer)
         and not (isinstance(value, list | tuple) and any(isinstance(one, torch.optim.Optimizer) for one in value))

@@ -577,6 +577,20 @@ def test_an_optimizer_that_is_built_anew_knows_all_that_it_knew(build):
     assert not choice.joint
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_torch_notes_of_a_fused_step_is_no_count(fused):
+    """SGD forgets that it has to look at its parameters once more: a list with it was refused where partitions come and go."""
+
+    def by_dimensions(parameters):
+        matrices, rest = [one for one in parameters if one.ndim > 1], [one for one in parameters if one.ndim < 2]
+        made = [torch.optim.SGD(matrices, lr=0.01, momentum=0.9, fused=fused)] if matrices else []
+        return [*made, torch.optim.AdamW(rest, fused=fused)] if rest else made
+
+    choice = describe("by_dimensions", by_dimensions)
+    choice.try_on({name: spec_of(name, torch.zeros(shape)) for name, shape in (("w", (6, 5)), ("v", (6, 6)), ("b", (6,)))})
+    assert not choice.joint and not choice.counts
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
