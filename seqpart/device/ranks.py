@@ -67,8 +67,8 @@ class Ranks:
         """Returns what any of the ranks says of each."""
         return list(said)
 
-    def send(self, buffer: torch.Tensor, source: int = 0) -> None:
-        """Fills `buffer`, in host memory, on every rank with what it holds on rank `source`."""
+    def send(self, buffer: torch.Tensor, source: int = 0, to: int | None = None) -> None:
+        """Fills `buffer`, in host memory, with what it holds on rank `source`: on every rank, or on `to` alone."""
 
     def spread(self, buffer: torch.Tensor, source: int) -> None:
         """Fills `buffer` on every rank as `send` does, in one thread beside the one that computes."""
@@ -175,9 +175,14 @@ class Group(Ranks):
             dist.all_gather([*found], torch.tensor(own, dtype=torch.uint8), group=self._words)
         return found
 
-    def send(self, buffer: torch.Tensor, source: int = 0) -> None:
+    def send(self, buffer: torch.Tensor, source: int = 0, to: int | None = None) -> None:
         with self._others_heard():
-            dist.broadcast(buffer, source, group=self._words)
+            if to is None:
+                dist.broadcast(buffer, source, group=self._words)
+            elif self.number == source:
+                dist.send(buffer, to, group=self._words)
+            else:
+                dist.recv(buffer, source, group=self._words)
 
     def spread(self, buffer: torch.Tensor, source: int) -> None:
         with self._others_heard():

@@ -66,11 +66,17 @@ class WeightStore:
         self.host_steps = HostSteps(device, [room for room in rooms if room is not None]) if prepared.places.steps else None
         if self.host_steps is not None:
             stack.callback(self.host_steps.close)
-        owners = {block.home: owner for p, block in self._placed() if (owner := self._owner_of(p)) is not None}
-        divides = owners and device.shares_memory  # of GPUs each has all: nobody has tried what exchanges beside NCCL's bring
-        self.store = (
-            DividedStore(scratch.homes, device, pool, planner.ranks, owners) if divides else Store(scratch.homes, device, pool)
-        )
+        dividing = next((phase for phase, _ in counted(prepared.phases) if phase.divides_state), None)
+        alone = {block: dividing.owner_of(p) for p, block in self._placed()} if dividing is not None else {}
+        self._states = {block.state_home: owner for block, owner in alone.items()}
+        """{home of optimizer state: the rank that keeps it alone}."""
+        # Of GPUs each keeps all weights: nobody has tried what exchanges beside NCCL's bring.
+        self._weights = {block.home: owner for block, owner in alone.items() if device.shares_memory}
+        """The same of weights."""
+        if self._weights:
+            self.store: Store = DividedStore(scratch.homes, device, pool, planner.ranks, self._weights)
+        else:
+            self.store = Store(scratch.homes, device, pool)
         stack.callback(self.store.close)
         if not prepared.method.alone:
             self.store.reserve({name: nbytes for name, nbytes in prepared.hosted().items() if self.store.owns(name)})
@@ -128,44 +134,27 @@ class WeightStore:
 
     def share(self) -> None:
         """Gives the other ranks the homes of the first: weights, and optimizer state that they need in a run that goes on."""
-        ranks, chain = self._planner.ranks, self._prepared.chain
-        others = self._others()
-        if ranks.count > 1:
-            self.give([name for block in chain for name in (block.home, block.state_home)], 0, lambda name: name not in others)
+        if self._planner.ranks.count > 1:
+            homes = [name for block in self._prepared.chain for name in (block.home, block.state_home)]
+            self.give(homes, 0, {**self._states, **self._weights}.get)
             self.discard_others()
 
     def collect(self, *, states: bool = False, everywhere: bool = False) -> None:
         """Gives the first rank, or all of them, the weights that each of the others has alone. states: optimizer state too."""
-        ranks = self._planner.ranks
-        for owner in range(not everywhere, ranks.count):
-            weights = [block.home for block in self._had_by(owner)] if self.store.divides else []
-            homes = [*weights, *(block.state_home for block in self._had_by(owner) if states)]
-            self.give(homes, owner, lambda _: ranks.leads or everywhere)
+        homes = {**self._weights, **(self._states if states else {})}
+        for owner in range(not everywhere, self._planner.ranks.count if homes else 0):
+            self.give([name for name, one in homes.items() if one == owner], owner, lambda _: None if everywhere else 0)
 
     def discard_others(self) -> None:
         """Discards homes that another rank has alone, as far as this one was given them."""
-        for name in self._others():
-            self.store.discard(name)
-
-    def _others(self) -> set[str]:
-        others = [
-            block for owner in range(self._planner.ranks.count) if owner != self._planner.ranks.number
-            for block in self._had_by(owner)
-        ]  # fmt: skip
-        return {block.state_home for block in others} | {block.home for block in others if self.store.divides}
-
-    def _had_by(self, owner: int) -> list[Block]:
-        """Returns the blocks whose optimizer state, and weights where they are divided, rank `owner` has alone."""
-        return [block for p, block in self._placed() if self._owner_of(p) == owner]
+        for name, owner in {**self._states, **self._weights}.items():
+            if owner != self._planner.ranks.number:
+                self.store.discard(name)
 
     def _placed(self) -> Iterator[tuple[int, Block]]:
         """Yields each block with its partition's number."""
         for p, part in enumerate(self._prepared.plan.partitions):
             yield from ((p, block) for block in self._prepared.chain[part.first : part.last])
-
-    def _owner_of(self, p: int) -> int | None:
-        """Returns the rank that has p's optimizer state alone; None if all have it."""
-        return next((phase.owner_of(p) for phase, _ in counted(self._prepared.phases) if phase.divides_state), None)
 
     def gather(self, p: int, round_: int) -> int:
         """Gives partition `p`, from the rank that has trained it, to all others. Returns the bytes sent."""
@@ -173,21 +162,27 @@ class WeightStore:
         averages = [block.state_home for block in blocks] if self._planner.settings.averages else []
         return self.give([*(block.home for block in blocks), *averages], p % self._planner.ranks.count)
 
-    def give(self, names: Iterable[str], source: int, takes: Callable[[str], bool] = lambda _: True) -> int:
-        """Gives homes of rank `source`, as far as it has them, to the others that take them. Returns the bytes sent."""
+    def give(self, names: Iterable[str], source: int, to: Callable[[str], int | None] = lambda _: None) -> int:
+        """Gives homes of rank `source`, as far as it has them, to the others. Returns the bytes sent.
+
+        to: of a home, the only rank that takes it; None: all do.
+        """
         ranks, sent = self._planner.ranks, 0
         gives = ranks.number == source
         for name, layout in ranks.gather([(name, self.store.layout(name)) for name in names if name in self.store])[source]:
+            target = to(name)
+            if target == source or not (gives or target in (None, ranks.number)):
+                continue
             with ExitStack() as stack:
                 given = stack.enter_context(closing(self.store.source(name, CHUNK))) if gives else None
-                sink = stack.enter_context(self.store.sink(name, layout, CHUNK)) if takes(name) and not gives else None
+                sink = stack.enter_context(self.store.sink(name, layout, CHUNK)) if not gives else None
                 left = sum(spec.nbytes for spec in layout.specs)
-                sent += left * (ranks.count - 1) if gives else 0
+                sent += left * (ranks.count - 1 if target is None else 1) if gives else 0
                 while left:
                     piece = torch.empty(min(left, CHUNK), dtype=torch.uint8)
                     if given is not None:
                         given.fill(bytes_of(piece))
-                    ranks.send(piece, source)
+                    ranks.send(piece, source, target)
                     if sink is not None:
                         sink.append(bytes_of(piece))
                     left -= len(piece)
