@@ -42,7 +42,7 @@ _TRIED = 10_000
 
 
 class Whole:
-    """An optimizer with the groups of all parameters that learn, but without these, which never learns.
+    """An optimizer for schedulers: it has the groups of all parameters that learn, and none of these.
 
     build: builds it. parameters: all that learn.
     """
@@ -54,12 +54,12 @@ class Whole:
         """{name of a parameter: number of its group}."""
         for group in groups:
             group["params"] = [nn.Parameter(torch.zeros(2, 3, dtype=torch.float32))]
-        self._begun = [dict(group) for group in groups]  # a learning rate may be a tensor, which schedulers fill
+        self._begun = [dict(group) for group in groups]
 
     def begin(self) -> torch.optim.Optimizer:
         """Returns the optimizer as it was built, for another scheduler."""
         for group, begun in zip(self.optimizer.param_groups, self._begun, strict=True):
-            group.clear()
+            group.clear()  # a learning rate may be a tensor, which schedulers fill
             group.update({name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in begun.items()})
         self.optimizer.step = MethodType(_no_step, self.optimizer)  # type: ignore[method-assign]
         return self.optimizer
