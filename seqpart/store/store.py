@@ -416,7 +416,7 @@ class Store:
                 raise CorruptFile(f"{version.path} is no earlier version of {name}. It was not used.", version.path)
             self._files.check(version)
             if not check_only:
-                home = self._homes[name]
+                home = self._place(name, version.layout)
                 home.now, home.layout = version, version.layout
                 home.files.add(version.path.name)
                 if home.host is not None:

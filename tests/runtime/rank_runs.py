@@ -103,6 +103,20 @@ CASES = {
     "subnets": (lambda: normalised(nn.Dropout(0.3)), CLASSES, {**IST, "eval_every": "1epoch", "partitions": 2}),
     "three subnets": (normalised, SOME, {**IST, "subnets": 3, "subnet_moments": "zero", "clip_grad_norm": 0.1}),
     "subnets of matrices": (lambda: normalised(bias=False), CLASSES, {**IST, "optimizer": "sgd"}),
+    "the best weights of divided ones": (
+        chain,
+        CLASSES,
+        {
+            "method": "streamed",
+            "partitions": 3,
+            "eval_every": "1epoch",
+            "keep_best": True,
+            "early_stopping": 1,
+            "export_every": "evaluation",
+            "lr": 0.5,
+            "epochs": 6,
+        },
+    ),
     "the best weights": (chain, CLASSES, {"method": "auto", "eval_every": "1epoch", "keep_best": True, "lr": 0.5}),
 }
 REFUSED = {
