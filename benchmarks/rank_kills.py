@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30)
     quick.add_to(parser)
     options = parser.parse_args()
-    count, epochs, chance = (1, 3, random.Random(0)) if options.quick else (options.count, 12, random.Random(1))
+    count, epochs, chance = (1, 2, random.Random(0)) if options.quick else (options.count, 12, random.Random(1))
     with tempfile.TemporaryDirectory() as place:
         whole = weights_of(Path(place) / "whole", epochs)
         runs = [weights_of(Path(place) / str(number), epochs, chance) for number in range(count)]

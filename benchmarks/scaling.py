@@ -92,7 +92,7 @@ def main() -> None:
     if options.quick:
         network: tuple[object, ...] = "--width", 64, "--depth", 2, "--batch", 16, "--updates", WARM_UP + 2
         with tempfile.TemporaryDirectory() as place:
-            show(measured(("plain", "FSDP2", "streamed"), 1, (2,), network, Path(place)))
+            show(measured(("FSDP2", "streamed"), 1, (2,), network, Path(place)))
         return
     network = *NETWORK, "--batch", options.rows
     arms = [name for name in ARMS if options.deepspeed or name != DEEPSPEED]

@@ -304,8 +304,6 @@ def test_a_vocabulary_larger_than_the_limit_is_trained_in_tiles_without_being_as
         trainer(tmp_path / "3", model, tile="auto", **small).plan((x, y), (x, y))
     smallest = int(re.search(r"smallest limit that fits: (\d+)MB", str(refusal.value))[1])
     assert smallest < (found.proof.runtime >> 20) + 190, "it is named for the smallest tiles"
-    named = options | {"mem_limit": f"{smallest + 10}MB"}  # this process has grown since
-    assert trainer(tmp_path / "3", model, tile="auto", **named).plan((x, y), (x, y)).tile == SIZES[-1]
     assert found.proof.peak - found.proof.runtime < 190 << 20 < 4 * 70_000 * 256 * 4
 
 
