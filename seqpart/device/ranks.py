@@ -91,8 +91,6 @@ class Group(Ranks):
 
     def __init__(self, device: Device, environment: Mapping[str, str]) -> None:
         self.number, self.count = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
-        self._words: Any
-        self._loads: Any
         self._device, self._telling = device, False
         # Touched, so that it counts as there before the plan. Memory of an exchange's own would leave holes in a kept heap.
         self.chunk = chunk_of(self.count)
@@ -109,7 +107,8 @@ class Group(Ranks):
                 attempt = cast(Any, dist).PrefixStore(environment.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
                 dist.init_process_group("gloo", store=attempt, rank=self.number, world_size=self.count, timeout=_PATIENCE)
                 atexit.register(dist.destroy_process_group)
-            self._words, self._loads = (dist.new_group(backend="gloo", timeout=_PATIENCE) for _ in range(2))
+            self._words: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
+            self._loads: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
             self._sums: Any = self._words if device.kind != "cuda" else dist.new_group(backend="nccl", timeout=_PATIENCE)
             self._seconds = self.tried(self.chunk // 4)
 

@@ -107,7 +107,7 @@ class Scheduler:
 
     @contextmanager
     def _setting(self, failed: str) -> Iterator[None]:
-        """A context for the scheduler's work: notes the options that it sets. The optimizer may count in others."""
+        """A context for the scheduler's work: notes the options that it sets."""
         before = [dict(group) for group in self._optimizer.param_groups]
         with _told(failed), without_compiler():
             yield
@@ -120,7 +120,6 @@ class Scheduler:
     def _begin(self) -> None:
         self._told: list[float] = []
         self._done, self._optimizer = 0, self._whole.begin()
-        self.groups = max(1, len(self._optimizer.param_groups))
         self._names = {"lr"}
         with self._setting("it failed"):
             self._scheduler = self._factory(self._optimizer)
@@ -207,7 +206,8 @@ def refuse_unfit(
     if not isinstance(schedule, str):
         for updates, (whole, is_bare) in itertools.product(runs, optimizers):
             scheduler = Scheduler(schedule, whole)
-            scheduler.at(max(0, min(updates - 1, _TRIED // scheduler.groups + _TRIED // 10)))
+            groups = max(1, len(whole.optimizer.param_groups))
+            scheduler.at(max(0, min(updates - 1, _TRIED // groups + _TRIED // 10)))
             if scheduler.waits and not tested:
                 raise OptionError(
                     "--lr-schedule: ReduceLROnPlateau steps by the value of each evaluation. Give --eval-every '1 epoch', with "

@@ -28,7 +28,7 @@ from seqpart.device.ranks import ALONE, Ranks
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, first_line
 from seqpart.fields import as_text, per_partition, values_of
 from seqpart.methods.method import Method, PartitionLoss, Targets
-from seqpart.model.blocks import Chain
+from seqpart.model.blocks import Block, Chain
 from seqpart.model.inspection import nothing_learns
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.loss_chunks import Head, LossInChunks
@@ -381,10 +381,9 @@ class Inputs:
     def _try_optimizers(self) -> None:
         """Tries the optimizers on every kind of trainable parameter."""
         learns: dict[str, TensorSpec] = {}
-        for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True):
-            for spec in (spec for spec in cost.layout.specs if spec.name in cost.trainable):
-                name = block.exported(spec.name)
-                learns[name if name not in learns else f"{name} of {block}"] = spec
+        for block, spec in self._learning():
+            name = block.exported(spec.name)
+            learns[name if name not in learns else f"{name} of {block}"] = spec
         divided_by = self.settings.divides_weights
         if self.settings.no_decay:
             refuse_unknown(self.settings.no_decay, {name: len(spec.shape) for name, spec in learns.items()})
@@ -408,26 +407,24 @@ class Inputs:
         """Returns an optimizer with the groups of all parameters that learn at any time, in the model's order. The user's is
         built once, of the model's own parameters, before they leave it: its groups may be by which objects these are."""
         if optimizer not in self._wholes_of:
-            found = list[tuple[int, str, nn.Parameter]]()
-            for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True):
-                for spec in (spec for spec in cost.layout.specs if spec.name in cost.trainable):
-                    if optimizer is self._optimizer and block.alive is not None:
-                        parameter = block.alive.get_parameter(spec.name)
-                    else:
-                        parameter = nn.Parameter(torch.zeros((), dtype=spec.dtype).expand(spec.shape))
-                    found.append((block.places.get(spec.name, block.number), block.exported(spec.name), parameter))
-            found.sort(key=lambda one: one[0])
-            self._wholes_of[optimizer] = Whole(optimizer.build, [(name, parameter) for _, name, parameter in found])
+            found = list[tuple[str, nn.Parameter]]()
+            for block, spec in sorted(self._learning(), key=lambda one: one[0].places.get(one[1].name, one[0].number)):
+                if optimizer is self._optimizer and block.alive is not None:
+                    parameter = block.alive.get_parameter(spec.name)
+                else:
+                    parameter = nn.Parameter(torch.zeros((), dtype=spec.dtype).expand(spec.shape))
+                found.append((block.exported(spec.name), parameter))
+            self._wholes_of[optimizer] = Whole(optimizer.build, found)
         return self._wholes_of[optimizer]
+
+    def _learning(self) -> Iterator[tuple[Block, TensorSpec]]:
+        """Yields each parameter that learns at any time, with its block."""
+        for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True):
+            yield from ((block, spec) for spec in cost.layout.specs if spec.name in cost.trainable)
 
     def _given(self) -> tuple[list[str], list[nn.Parameter]]:
         """Returns names and parameters of modules that were given alive, of those that learn."""
-        found = [
-            (block.exported(name), block.alive.get_parameter(name))
-            for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True)
-            if block.alive is not None
-            for name in (spec.name for spec in cost.layout.specs if spec.name in cost.trainable)
-        ]
+        found = [(b.exported(s.name), b.alive.get_parameter(s.name)) for b, s in self._learning() if b.alive is not None]
         return [name for name, _ in found], [parameter for _, parameter in found]
 
     def _wholes(self, learns: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:

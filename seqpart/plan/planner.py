@@ -28,7 +28,7 @@ from seqpart.plan.unfreezing import stages_in_words
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.machine import Speeds
 from seqpart.profile.partition import PartitionCost, prefix_costs, state_layouts
-from seqpart.schedule.phases import Phases, counted
+from seqpart.schedule.phases import Phases, counted, dividing
 from seqpart.store.direct import REQUEST
 from seqpart.store.row_file import RowLayout
 from seqpart.units import format_size, parse_size
@@ -478,7 +478,7 @@ class Planner(Inputs):
             seconds += recovery.seconds * self._updates(self.settings.recovery_epochs, self.recovery_batch)
         (exchanged, said), others = self._exchanged(candidate, costs), self.ranks.count - 1
         waits, saves = self.ranks.seconds_of(exchanged), self.settings.save_every != "never"
-        divided = next((phase for phase, _ in counted(phases) if phase.divides_state and not saves), None)
+        divided = None if saves else dividing(phases)
         own = [cost for p, cost in enumerate(costs) if divided is None or divided.owner_of(p) == divided.rank]
         if others:
             seconds += waits * sum(phase.updates * times for phase, times in counted(phases) if phase.ranks > 1)

@@ -29,7 +29,7 @@ from seqpart.plan.problem import GRADIENT_ROOMS, GraphRooms
 from seqpart.profile.machine import existing
 from seqpart.report.reporter import EVENTS, Reporter
 from seqpart.runtime.host_steps import HostSteps
-from seqpart.schedule.phases import counted
+from seqpart.schedule.phases import counted, dividing
 from seqpart.schedule.steps import Position
 from seqpart.settings import Settings
 from seqpart.store.atomic import with_checksum, write_text
@@ -66,8 +66,8 @@ class WeightStore:
         self.host_steps = HostSteps(device, [room for room in rooms if room is not None]) if prepared.places.steps else None
         if self.host_steps is not None:
             stack.callback(self.host_steps.close)
-        dividing = next((phase for phase, _ in counted(prepared.phases) if phase.divides_state), None)
-        alone = {block: dividing.owner_of(p) for p, block in self._placed()} if dividing is not None else {}
+        divided = dividing(prepared.phases)
+        alone = {block: divided.owner_of(p) for p, block in self._placed()} if divided is not None else {}
         self._states = {block.state_home: owner for block, owner in alone.items()}
         """{home of optimizer state: the rank that keeps it alone}."""
         # Of GPUs each keeps all weights: nobody has tried what exchanges beside NCCL's bring.

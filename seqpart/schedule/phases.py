@@ -167,6 +167,11 @@ def counted(phases: Sequence[Phase]) -> Iterator[tuple[Phase, int]]:
     return phases.counted() if isinstance(phases, Phases) else ((phase, 1) for phase in phases)
 
 
+def dividing(phases: Sequence[Phase]) -> Phase | None:
+    """Returns a phase in which ranks divide optimizer state, which says whose it is; None if none does."""
+    return next((phase for phase, _ in counted(phases) if phase.divides_state), None)
+
+
 def last_trainings(phases: Sequence[Phase]) -> dict[tuple[int, int], int]:
     """Returns the number of the last phase that trains a partition, by (stage, partition)."""
     trainings = phases.trainings() if isinstance(phases, Phases) else enumerate(phases)
