@@ -35,8 +35,8 @@ def console() -> None:
     usage += ["", "seqpart COMMAND --help shows the options of each."]
     if command and not asked:
         near = get_close_matches(command.lower(), COMMANDS, 1) or ["train"] * command.startswith("-")
-        said = f"found {command} where a command belongs." if command.startswith("-") else f"unknown command {command!r}."
-        usage = [f"{said} Did you mean {near[0]}?" if near else said, "", *usage]
+        message = f"found {command} where a command belongs." if command.startswith("-") else f"unknown command {command!r}."
+        usage = [f"{message} Did you mean {near[0]}?" if near else message, "", *usage]
     with lasting_output() as output:
         print("\n".join(usage), file=sys.stdout if asked else sys.stderr)
         output.flush()

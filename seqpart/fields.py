@@ -144,8 +144,8 @@ def flag_of(name: str) -> str:
 
 def joined(problems: Iterable[str]) -> str:
     """Joins problems to one message."""
-    said = "; ".join(problem.removesuffix(".") for problem in problems)
-    return said if said.endswith("?") else f"{said}."
+    message = "; ".join(problem.removesuffix(".") for problem in problems)
+    return message if message.endswith("?") else f"{message}."
 
 
 def _spelled(value: Any) -> Any:
@@ -162,7 +162,7 @@ def _as(kind: Any, value: Any, typed: bool) -> Any:
         items = tuple(_as(get_args(kind)[0], item, typed) for item in value)
         return _MISFIT if any(item is _MISFIT for item in items) else items
     if get_origin(kind) is dict:
-        words = [f"{name}={said}" for name, said in value.items()] if isinstance(value, Mapping) else []
+        words = [f"{name}={one}" for name, one in value.items()] if isinstance(value, Mapping) else []
         return ",".join(words) if words and all(isinstance(one, str) for pair in value.items() for one in pair) else _MISFIT
     if get_origin(kind) is Literal:
         word = value if isinstance(value, str) and value in get_args(kind) else _spelled(value)

@@ -113,10 +113,10 @@ def largest_batch(
     example: object, settings: Settings, padding: Padding | None = None, *, labelled: bool = True
 ) -> Split:  # fmt: skip
     """Returns the first rows of a session's example, as many as a batch may have. Raises DataError if it has fewer."""
-    (batch_size,), said = values_of(settings.batch_size), "the example"
+    (batch_size,), where = values_of(settings.batch_size), "the example"
     example, bare = (example, False) if labelled else with_zeros(example)
-    example = as_pair(example, said)
-    split = batch_rows(example, said, padding) if is_pair(example) else first_batch(example, settings, said, padding)
+    example = as_pair(example, where)
+    split = batch_rows(example, where, padding) if is_pair(example) else first_batch(example, settings, where, padding)
     if split.count < batch_size:
         raise DataError(
             f"the example has {split.count} rows, and a batch may have {batch_size}. Give --batch-size {split.count}, or an "

@@ -40,10 +40,10 @@ def as_type(kind: type[T], found: object) -> T:
     try:
         made = msgspec.convert(found, kind)
     except (msgspec.ValidationError, OverflowError, RecursionError, UnicodeError) as error:
-        said, _, place = str(error).partition(" - at `$")
-        said = _WORDS.sub(lambda found: f"one of {found[1].replace('|', ', ')}", said)
+        message, _, place = str(error).partition(" - at `$")
+        message = _WORDS.sub(lambda found: f"one of {found[1].replace('|', ', ')}", message)
         place = place.strip(".`")
-        raise ValueError(f"{place}: {said[:1].lower()}{said[1:]}" if place else said) from None
+        raise ValueError(f"{place}: {message[:1].lower()}{message[1:]}" if place else message) from None
     _refuse_unknown(found, msgspec.to_builtins(made), "")
     return made
 

@@ -16,7 +16,7 @@ from seqpart.model.named_optimizers import NEED_WHOLE
 from seqpart.model.scheduler import rate_schedule
 from seqpart.schedule import lengths
 from seqpart.schedule.best import criterion_of
-from seqpart.text import refuse_unusable, said_of
+from seqpart.text import refuse_unusable, with_suggestion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +167,8 @@ class Settings(Config):
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(options) - names):
             known = sorted({*names, "quiet"})  # which Trainer takes beside them
-            said = said_of(unknown, known, IN_PYTHON)
-            raise OptionError(f"unknown setting(s): {said}" + ("" if said.endswith("?") else f" Known: {', '.join(known)}."))
+            named = with_suggestion(unknown, known, IN_PYTHON)
+            raise OptionError(f"unknown setting(s): {named}" + ("" if named.endswith("?") else f" Known: {', '.join(known)}."))
         if "mem_limit" not in options:
             raise OptionError(NO_LIMIT)
         return cls(**options)

@@ -56,7 +56,7 @@ def parsed(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def said_of(names: Sequence[str], known: Iterable[str], others: Mapping[str, str] | None = None) -> str:
+def with_suggestion(names: Sequence[str], known: Iterable[str], others: Mapping[str, str] | None = None) -> str:
     """`names`, none of which is known, and the known ones that they are near to, in words.
 
     others: names that somebody may think of, and what they should give.

@@ -23,7 +23,7 @@ from seqpart.cli.job import DIGITS, Job, opened, saved_plan, smallest_limit_name
 from seqpart.data.splits import Split
 from seqpart.device.device import Device
 from seqpart.device.limit import translate_oom
-from seqpart.device.ranks import begun_before, is_told, leads, started_by_torchrun
+from seqpart.device.ranks import begun_before, is_of_first_rank, leads, started_by_torchrun
 from seqpart.errors import DataError, Interrupted, ModelError, OptionError, SeqpartError, StoreError, shown
 from seqpart.interrupts import INTERRUPTED, begun, end_at_once, like_ctrl_c
 from seqpart.model.weight_files import MODEL
@@ -84,7 +84,7 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
     try:
         work()
     except SeqpartError as error:
-        if is_told(error):
+        if is_of_first_rank(error):
             return error.exit_code
         if debug:
             print("".join(traceback.format_exception(error)).replace(str(error), error.with_flags), end="", file=sys.stderr)
@@ -93,7 +93,7 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
             print(fitted(f"{type(error).__name__}: {error.with_flags}{notes}", sys.stderr), file=sys.stderr)
         return error.exit_code
     except Interrupted as interrupt:
-        if is_told(interrupt):
+        if is_of_first_rank(interrupt):
             return INTERRUPTED
         print(
             f"interrupted: the run is saved. Resume with: {PROGRAM} --resume {shlex.quote(shown(interrupt.directory))}",
@@ -101,10 +101,10 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
         )
         return INTERRUPTED
     except KeyboardInterrupt as interrupt:
-        if is_told(interrupt):
+        if is_of_first_rank(interrupt):
             return INTERRUPTED
-        told = str(interrupt) or "the run's scratch files are removed; earlier results are untouched."
-        print(f"interrupted: {told}", file=sys.stderr)
+        what = str(interrupt) or "the run's scratch files are removed; earlier results are untouched."
+        print(f"interrupted: {what}", file=sys.stderr)
         return INTERRUPTED
     except SystemExit as error:
         origin = _origin(error)

@@ -302,7 +302,7 @@ class Trainer:
             while True:
                 try:
                     result = trainer._fit(train, test, reuse, resume, reporter, job, before_update, callbacks, compute_metrics)
-                    return self._told(result)
+                    return self._of_first_rank(result)
                 except PlanAnew as saved:
                     reuse, resume, reporter = None, saved.directory, None
                 except Interrupted as interrupted:
@@ -319,12 +319,12 @@ class Trainer:
         )  # fmt: skip
         return follower
 
-    def _told(self, result: Result) -> Result:
+    def _of_first_rank(self, result: Result) -> Result:
         """Returns the result of a run: other ranks than the first have its files and figures, and a proof of their own."""
         ranks = ranks_of(self.device)
-        ranks.tell(replace(result, config=None, model=None))
+        ranks.broadcast(replace(result, config=None, model=None))
         if not ranks.leads:
-            result = replace(ranks.told(), config=result.config, model=result.model, proof=result.proof)
+            result = replace(ranks.receive(), config=result.config, model=result.model, proof=result.proof)
         self._trained = result.weights
         return result
 
@@ -337,8 +337,8 @@ class Trainer:
         reporter = reporter or Reporter(quiet=self._quiet)
         began, ranks = time.perf_counter(), ranks_of(self.device)
         with ExitStack() as stack:
-            telling = stack.enter_context(ExitStack())
-            telling.enter_context(ranks.telling())
+            broadcasting = stack.enter_context(ExitStack())
+            broadcasting.enter_context(ranks.broadcasting())
             if ranks.leads:
                 refuse_taken_places(self.settings.output_dir, resume, overwrite=self.settings.overwrite)
             sampler = self._begun(stack, reporter)
@@ -346,17 +346,17 @@ class Trainer:
             observer = observer if before_update is None else replace(observer, before_update=before_update)
             observer = traced(self.settings.trace, observer, sampler, reporter, stack)
             observer, tracking = tracked(self.settings.trackers, observer, sampler, reporter, stack)
-            if ranks.said:
-                reporter.say(ranks.said)
+            if ranks.note:
+                reporter.say(ranks.note)
             rows, tests = self.rows(train, test)
             resumed: ResumePoint | None = None
             if not ranks.leads:
-                reuse, resumed = ranks.told()
+                reuse, resumed = ranks.receive()
                 if resumed is not None and self.settings.output_dir is not None:
                     resumed = replace(resumed, root=self.settings.output_dir)
             elif resume is not None:
                 method = self.settings.methods[0]
-                if method.alone and not method.trains_apart(self.settings):
+                if method.alone and not method.trains_independently(self.settings):
                     refuse_ranks("resuming a run of sil, whose rows between partitions one process has,", "Start one.")
                 resumed = resume_point_of(Path(resume).absolute(), self.settings)
             kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
@@ -369,8 +369,8 @@ class Trainer:
                 planner, prepared = self._fitting(
                     stack, prepare, plan, earlier, in_pairs=self._in_pairs, kept=kept, whole_logits=compute_metrics is not None
                 )
-            ranks.tell((prepared.plan, resumed and replace(resumed, manifest=None)))
-            telling.close()
+            ranks.broadcast((prepared.plan, resumed and replace(resumed, manifest=None)))
+            broadcasting.close()
             refuse_unlike_ranks(ranks, planner)
             run = Run(planner, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
             fixed = prepared.method.in_pairs or self.settings.averages or ranks.count > 1
@@ -381,8 +381,8 @@ class Trainer:
             result = replace(carry_out(run, began), config=getattr(self.model, "config", None), model=adapted)
         if result.average is None or not tests.count or not ranks.leads:
             return result
-        said = f"their moving average on the {tests.count} test rows"
-        return with_average(result, self._evaluated(said, tests, result.average, compute_metrics, result.proof))
+        what = f"their moving average on the {tests.count} test rows"
+        return with_average(result, self._evaluated(what, tests, result.average, compute_metrics, result.proof))
 
     def evaluate(
         self, data: object, *, weights: str | Path | None = None, compute_metrics: ComputeMetrics = None
@@ -401,9 +401,9 @@ class Trainer:
         return self._evaluated(f"evaluation of {split.count} rows", split, weights, compute_metrics)
 
     def _evaluated(
-        self, said: str, split: Split, weights: str | Path | None, metrics: ComputeMetrics, before: Proof | None = None
+        self, what: str, split: Split, weights: str | Path | None, metrics: ComputeMetrics, before: Proof | None = None
     ) -> Evaluation:
-        """Evaluates the model on `split`. said: what is evaluated, for the user. before: see `evaluated`."""
+        """Evaluates the model on `split`. what: what is evaluated, for the user. before: see `evaluated`."""
         reporter = Reporter(quiet=self._quiet)
         with ExitStack() as stack:
             sampler = self._begun(stack, reporter)
@@ -426,7 +426,7 @@ class Trainer:
             )
             silent, observer = stack.enter_context(closing(WarningsAlone())), Observer(metrics=own_metrics(metrics))
             found = evaluated(Run(planner, prepared, silent, sampler, stack, observer=observer), before)
-            reporter.say(f"{said}: {figures(found.loss, found.accuracy, found.metrics)}")
+            reporter.say(f"{what}: {figures(found.loss, found.accuracy, found.metrics)}")
             reporter.proof(found.proof)
         return found
 

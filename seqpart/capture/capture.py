@@ -146,7 +146,7 @@ def _pass_more(asked: _Asked) -> bool:
     try:
         for training in (True, False):
             _recorded(asked, layers, _ROWS, training=training)
-    except Exception as error:  # any other error is told where the layers are measured
+    except Exception as error:  # any other error is raised where the layers are measured
         return isinstance(error.__cause__, HiddenPath)
     return False
 
@@ -208,8 +208,8 @@ def _without_draws(model: nn.Module) -> str:
     numpy; "" if it does not."""
     config = getattr(model, "config", None)
     drawing = {name: off for name, off in _DRAWING.items() if getattr(config, name, None)}
-    said = ", ".join(f"config.{name} = {off}" for name, off in drawing.items())
-    return f"Its configuration asks for that: build the model with {said}." if said else ""
+    config = ", ".join(f"config.{name} = {off}" for name, off in drawing.items())
+    return f"Its configuration asks for that: build the model with {config}." if config else ""
 
 
 def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, training: bool) -> Program:
@@ -310,9 +310,9 @@ def judged_output(model: nn.Module, found: Any, why_not: str = "") -> torch.Tens
     tensors = [leaf for leaf in leaves(named or found) if isinstance(leaf, torch.Tensor)]
     if len(tensors) == 1:
         return tensors[0]
-    said = f"a {type(found).__name__}" + (f" with {', '.join(map(str, named))}" if named else "")
+    given = f"a {type(found).__name__}" + (f" with {', '.join(map(str, named))}" if named else "")
     raise ModelError(
-        f"{type(model).__name__} returned {said}, of {len(tensors)} tensors, and it is not known which one the loss takes. "
+        f"{type(model).__name__} returned {given}, of {len(tensors)} tensors, and it is not known which one the loss takes. "
         + (f"With all of them it failed: {why_not}" if why_not else "Give a function (what the model returns, labels) -> loss.")
     )
 

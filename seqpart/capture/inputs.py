@@ -54,19 +54,19 @@ def is_several(x: object) -> bool:
     return any(len(part.shape) for part in x)  # else they are numbers, which make one row
 
 
-def form_of(x: object, said: str, *, whole: bool) -> Form:
-    """Returns the form of the x of a row, or of all rows (`whole`) in the first dimension. Raises DataError, naming `said`."""
+def form_of(x: object, where: str, *, whole: bool) -> Form:
+    """Returns the form of the x of a row, or of all rows (`whole`) in the first dimension. Raises DataError, naming `where`."""
     found = []
     for name, tensor in _named(x):
-        own = _tensor(tensor[:1] if whole and hasattr(tensor, "shape") and len(tensor.shape) else tensor, said, name)
+        own = _tensor(tensor[:1] if whole and hasattr(tensor, "shape") and len(tensor.shape) else tensor, where, name)
         if whole and not own.ndim:
-            raise DataError(f"{said}: {name or 'an input'} has no rows.")
+            raise DataError(f"{where}: {name or 'an input'} has no rows.")
         shape = tuple(own.shape[1:] if whole else own.shape)
         if not prod(shape):
-            raise DataError(f"{said}: {name or 'an input'} has rows of shape {shape}, which hold no numbers.")
+            raise DataError(f"{where}: {name or 'an input'} has rows of shape {shape}, which hold no numbers.")
         found.append((name, shape, own.dtype))
     if not found:
-        raise DataError(f"{said}: a row has no inputs.")
+        raise DataError(f"{where}: a row has no inputs.")
     return _placed(found)
 
 
@@ -84,10 +84,10 @@ def in_types(form: Form, types: Iterable[torch.dtype]) -> Form:
     return _placed((one.name, one.shape, dtype) for one, dtype in zip(form, types, strict=True))
 
 
-def repacked(rows: torch.Tensor, form: Form, other: Form, said: str) -> torch.Tensor:
+def repacked(rows: torch.Tensor, form: Form, other: Form, where: str) -> torch.Tensor:
     """Returns rows of one form, (rows, bytes), in another of the same inputs. Raises what `packed` does."""
     by_place, by_name = unpacked(rows, form)
-    return packed(by_name or tuple(by_place), other, said)
+    return packed(by_name or tuple(by_place), other, where)
 
 
 def nbytes_of(form: Form) -> int:
@@ -95,24 +95,24 @@ def nbytes_of(form: Form) -> int:
     return round_up(form[-1].offset + form[-1].nbytes, _ALIGNED)
 
 
-def packed(x: object, form: Form, said: str) -> torch.Tensor:
+def packed(x: object, form: Form, where: str) -> torch.Tensor:
     """Packs rows x as (rows, bytes). Raises DataError for rows of another form, and for NaN or infinity."""
     x = in_order(x, form)
     parts = _named(x)
     if [name for name, _ in parts] != [one.name for one in form]:
-        raise DataError(f"{said}: expected the inputs {described(form)}; found {', '.join(str(n) for n, _ in parts)}.")
+        raise DataError(f"{where}: expected the inputs {described(form)}; found {', '.join(str(n) for n, _ in parts)}.")
     count = len(parts[0][1])
     rows = torch.zeros((count, nbytes_of(form)), dtype=torch.uint8)
     for (name, found), one in zip(parts, form, strict=True):
-        tensor = _tensor(found, said, one.name).to(one.dtype)
+        tensor = _tensor(found, where, one.name).to(one.dtype)
         if tuple(tensor.shape) != (count, *one.shape):
             raise DataError(
-                f"{said}: row shapes differ: {name or 'an input'} has {one.shape}, and {tuple(tensor.shape[1:])} elsewhere. "
+                f"{where}: row shapes differ: {name or 'an input'} has {one.shape}, and {tuple(tensor.shape[1:])} elsewhere. "
                 f"Cut them to one shape. {PADS}"
             )
         if not bool(tensor.isfinite().all()):
             raise DataError(
-                f"{said}: NaN or infinity in {name or 'an input'}. Clean the data: one such row spoils every weight."
+                f"{where}: NaN or infinity in {name or 'an input'}. Clean the data: one such row spoils every weight."
             )
         rows[:, one.offset : one.offset + one.nbytes] = _bytes_of(tensor, one)
     return rows
@@ -188,15 +188,15 @@ def _named(x: Any) -> list[tuple[str | None, Any]]:
 
 def described(form: Form) -> str:
     """Describes a form: `ids (7,) int64, mask (7,) bool`."""
-    said = (f"{one.name or ''} {one.shape} {str(one.dtype).removeprefix('torch.')}".strip() for one in form)
-    return ", ".join(said) or "one tensor"
+    parts = (f"{one.name or ''} {one.shape} {str(one.dtype).removeprefix('torch.')}".strip() for one in form)
+    return ", ".join(parts) or "one tensor"
 
 
-def refuse_text(part: object, said: str, name: str | None) -> None:
+def refuse_text(part: object, where: str, name: str | None) -> None:
     """Raises DataError if the input `name` is a text, or a list of texts, instead of numbers."""
     if isinstance(part, str) or (isinstance(part, list | tuple) and part and isinstance(part[0], str)):
         raise DataError(
-            f"{said}: expected numbers; {name or 'an input'} is the text {str(part)[:40]!r}. Turn texts into numbers, "
+            f"{where}: expected numbers; {name or 'an input'} is the text {str(part)[:40]!r}. Turn texts into numbers, "
             "as a tokenizer does, and leave out what the model does not take."
         )
 
@@ -206,11 +206,11 @@ def as_tensor(part: Any) -> torch.Tensor:
     return torch.as_tensor(np.array(part, part.dtype.newbyteorder("=")) if isinstance(part, np.ndarray) else part)
 
 
-def _tensor(part: Any, said: str, name: str | None) -> torch.Tensor:
+def _tensor(part: Any, where: str, name: str | None) -> torch.Tensor:
     """Returns numbers as a tensor on the CPU."""
-    refuse_text(part, said, name)
+    refuse_text(part, where, name)
     try:
         return as_tensor(part).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         of = f" in {name}" if name else ""
-        raise DataError(f"{said}: expected numbers of one shape{of}: {str(error).splitlines()[0]}") from None
+        raise DataError(f"{where}: expected numbers of one shape{of}: {str(error).splitlines()[0]}") from None

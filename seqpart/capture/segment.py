@@ -118,16 +118,16 @@ class Segment(nn.Module):
                 return "own", self._names[leaf.name]
             return "tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
-        def said(tree: Any) -> str:
+        def relative(tree: Any) -> str:
             return repr(mapped(tree, short))
 
-        taken = said([Ref(number) for number in steps.takes])
+        taken = relative([Ref(number) for number in steps.takes])
         ops = [
             (self._paths[op.function] if isinstance(op.function, str) else op.function,
-             said((op.args, op.kwargs, op.result, [[Ref(n) for n in pair] for pair in op.rebinds])), op.grad)
+             relative((op.args, op.kwargs, op.result, [[Ref(n) for n in pair] for pair in op.rebinds])), op.grad)
             for op in steps.ops
         ]  # fmt: skip
-        return taken, tuple(ops), said([Ref(number) for number in steps.gives]), steps.rows
+        return taken, tuple(ops), relative([Ref(number) for number in steps.gives]), steps.rows
 
     def forward(self, *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._run(self._steps[self.training], self._used_up[self.training], taken)

@@ -53,7 +53,7 @@ class Place:
     """Number of the stretch of phases: a partition's training, the whole network's, or recovery."""
     epochs: int
     """Epochs that are over in the stretch."""
-    behind: int | None
+    following: int | None
     """Number of the phase after these epochs; None: another epoch."""
     over: bool
     """True if the training of the stretch is over."""
@@ -62,10 +62,11 @@ class Place:
 
     @classmethod
     def of(cls, phases: Phases, at: Position) -> "Place":
-        which, epochs, behind = phases.stands(at.phase)
+        which, epochs, following = phases.stands(at.phase)
         stretch = phases.stretches[which]
         begun = bool(epochs or at.updates)
-        return cls(which, epochs, behind, behind is not None and epochs == stretch.epochs, stretch.train.stage == 1 and begun)
+        over = following is not None and epochs == stretch.epochs
+        return cls(which, epochs, following, over, stretch.train.stage == 1 and begun)
 
     @property
     def done(self) -> int:
@@ -82,8 +83,8 @@ class Place:
             raise OptionError(f"--resume: {option} {epochs}: {begun} epoch(s) are done or under way. Give at least {begun}.")
         if self.stretch == len(phases.stretches):  # there was to be recovery, and it has not begun
             return Position(len(phases))
-        behind = 0 if self.behind is None and self.epochs == epochs else self.behind
-        return Position(phases.number_of(self.stretch, self.epochs, behind), updates)
+        following = 0 if self.following is None and self.epochs == epochs else self.following
+        return Position(phases.number_of(self.stretch, self.epochs, following), updates)
 
 
 def different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -111,12 +112,12 @@ def refuse_fixed(
     fixed = [name for name in names if name not in free]
     if not fixed:
         return
-    said = ", ".join(f"{name} was {before[name]}, not {now.get(name)}" for name in fixed)
+    found = ", ".join(f"{name} was {before[name]}, not {now.get(name)}" for name in fixed)
     if "epochs" in fixed and "epochs" in TUNED - tuned and "epochs" not in by_method:
-        said += " (epochs cannot change where training is counted in updates: --max-steps, --eval-every N, parts of an epoch)"
+        found += " (epochs cannot change where training is counted in updates: --max-steps, --eval-every N, parts of an epoch)"
     may = ", ".join(flag_of(field.name) for field in fields(Settings) if field.name in tuned)
     raise OptionError(
-        f"--resume: the run in {root} has other settings: {said}. Give the same, or start a new run elsewhere. What may be "
+        f"--resume: the run in {root} has other settings: {found}. Give the same, or start a new run elsewhere. What may be "
         f"changed: {may}, limits and directories."
     )
 
@@ -137,7 +138,7 @@ def _is_whole(text: str) -> bool:
         return False
 
 
-def told(names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def changes_in_words(names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Returns the changed settings that the run goes on with, as sentences for the user."""
     weights = now.get("weights", "None")
     unread = [f"--weights {weights} is not read, since the run has weights"] if "weights" in names and weights != "None" else []
@@ -198,16 +199,16 @@ def _some(split: Split) -> Iterable[torch.Tensor]:
 def refuse_other_rows(root: Path, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Raises OptionError for rows that are not those of the run in `root`, if both digests are known. Returns what to say of
     those that have none."""
-    said = []
+    found = []
     for name, digest in now.items():
         if not digest and before.get(name) == "":
-            said.append(f"the {name} rows are others each time that they are read, and so are the bits of this run")
+            found.append(f"the {name} rows are others each time that they are read, and so are the bits of this run")
         if digest and before.get(name, "") not in ("", digest):
             raise OptionError(
                 f"--resume: {root} was trained on other data: the {name} rows differ, though their labels are the same. "
                 "Give the same --data, in the same order."
             )
-    return said
+    return found
 
 
 def layers_of(chain: Iterable[Block]) -> Layers:

@@ -174,7 +174,7 @@ def _named(runs: dict[Path, int]) -> str:
     return ", ".join(names) + (f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else "")
 
 
-def tell_leftovers(parent: Path, cleaned: int) -> Iterator[str]:
+def report_leftovers(parent: Path, cleaned: int) -> Iterator[str]:
     """Cleans up beside a run, and yields messages on what was removed and what is left. cleaned: bytes removed in its own
     directory."""
     found, freed = clear_leftovers(parent)

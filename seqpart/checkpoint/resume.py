@@ -15,13 +15,13 @@ from seqpart.checkpoint.changes import (
     FREE,
     Layers,
     Place,
+    changes_in_words,
     different,
     kept_words,
     refuse_fixed,
     refuse_other_layers,
     refuse_other_rows,
     row_digests,
-    told,
     trained_epochs,
 )
 from seqpart.checkpoint.manifest import Manifest, no_checkpoint
@@ -114,7 +114,7 @@ class ResumePoint:
     position: Position = START
     changed: frozenset[str] = frozenset()
     """Names of settings that have changed, and may."""
-    said: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
     """The changes as sentences for the user."""
 
     def words(self, phases: Sequence[Phase]) -> str:
@@ -122,7 +122,7 @@ class ResumePoint:
             return f"{self.root} was ended before anything was saved: it starts from the beginning"
         at = self.position
         where = f"update {at.updates + 1} of {phases[at.phase]}" if at.phase < len(phases) else "the writing of the results"
-        other = f"; from here on: {', '.join(self.said)}" if self.said else ""
+        other = f"; from here on: {', '.join(self.changes)}" if self.changes else ""
         proven = "the proof at the end covers what runs from here on"
         return f"going on from {shown(self.manifest.path)}, with {where}{other}; {proven}"
 
@@ -172,7 +172,7 @@ class ResumePoint:
         if not state.session and data_digest(planner.train, planner.test) != state.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
         rows = {} if state.session else row_digests(planner.train, planner.test)
-        self.said += refuse_other_rows(self.root, state.rows, rows)
+        self.changes += refuse_other_rows(self.root, state.rows, rows)
         for name, was in (state.functions or {}).items():
             if (now := planner.functions.get(name)) != was:
                 raise OptionError(
@@ -180,10 +180,10 @@ class ResumePoint:
                     "again elsewhere."
                 )
         if state.tuned != planner.tuned:
-            self.said.append(f"the optimizer's options were {state.tuned}, are {planner.tuned}")
+            self.changes.append(f"the optimizer's options were {state.tuned}, are {planner.tuned}")
         request = self._request(planner, state, self.place)
         tests_between = planner.settings.tests != AT_THE_END  # as many phases as there are partitions
-        cut_matters = not planner.exact or tests_between or self.place.behind is not None
+        cut_matters = not planner.exact or tests_between or self.place.following is not None
         if cut_matters:  # `auto` must not take another method, whose phases are others
             request = replace(request, methods=methods_named(self.plan.method))
         micro_batches = tuple(state.micro_batches)
@@ -203,10 +203,10 @@ class ResumePoint:
             )
         before, found = max(micro_batches), max(stage.micro_batch for stage in prepared.stages)
         if found != before:
-            self.said.append(f"the micro-batch was {before}, is {found}, which gives other bits")
+            self.changes.append(f"the micro-batch was {before}, is {found}, which gives other bits")
         threads = torch.get_num_threads()
         if state.threads not in (None, threads) and planner.device.torch.type == "cpu":
-            self.said.append(f"the threads were {state.threads}, are {threads} (OMP_NUM_THREADS), which gives other bits")
+            self.changes.append(f"the threads were {state.threads}, are {threads} (OMP_NUM_THREADS), which gives other bits")
         try:
             self.position = self._find_position(prepared.phases, state.tally)
         except ValueError as error:
@@ -237,10 +237,10 @@ class ResumePoint:
         request = replace(request, label_bytes=state.label_bytes or request.label_bytes)
         asked = planner.epochs(len(state.epochs))
         trained = trained_epochs(place, state.epochs, sorted(self.changed), exact=not planner.alone)
-        self.said += kept_words(trained, asked)
+        self.changes += kept_words(trained, asked)
         return replace(request, trained_epochs=trained)
 
-    def _told(self, request: PlanRequest, settings: Settings) -> PlanWording:
+    def _wording(self, request: PlanRequest, settings: Settings) -> PlanWording:
         return PlanWording(
             method="as before" if settings.method == "auto" and len(request.methods) == 1 else "",
             cut=AS_ASKED.cut if "partitions" in self.changed else "as before", micro_batch="as before",
@@ -252,16 +252,16 @@ class ResumePoint:
     ) -> ExecutionPlan:
         assert self.plan is not None
         starts = None if "partitions" in self.changed else self.plan.starts
-        request = replace(request, told=self._told(request, planner.settings))
+        request = replace(request, wording=self._wording(request, planner.settings))
         if "micro_batch_size" in self.changed:
-            asked = replace(request.told, micro_batch=AS_ASKED.micro_batch)
-            return planner.prepare(replace(request, starts=starts, told=asked))
+            asked = replace(request.wording, micro_batch=AS_ASKED.micro_batch)
+            return planner.prepare(replace(request, starts=starts, wording=asked))
         largest = max(micro_batches)
         ways: list[dict[str, Any]] = [{"micro_batch": largest, "starts": starts}]
         if not _ROOM & self.changed:  # then the saved plan is used again, whatever the machine's measured speeds are now
             methods = methods_named(self.plan.method)
             again = replace(request, methods=methods)
-            ways[0] |= {"saved": self.plan, "methods": methods, "told": self._told(again, planner.settings)}
+            ways[0] |= {"saved": self.plan, "methods": methods, "wording": self._wording(again, planner.settings)}
         if len(set(micro_batches)) > 1:  # recovery has its own, which only a plan with a free choice finds again
             ways.append({"starts": starts})
         if not cut_matters:
@@ -305,7 +305,7 @@ def resume_point_of(path: Path, settings: Settings, *, session: bool = False) ->
     refuse_fixed(root, changed, state.settings, mine, recovers=place.recovers)
     return ResumePoint(
         root=root, manifest=manifest, state=state, plan=plan, place=place, position=Position(*state.position),
-        changed=frozenset(changed), said=told(changed, state.settings, mine),
+        changed=frozenset(changed), changes=changes_in_words(changed, state.settings, mine),
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from seqpart.schema import as_type
 from seqpart.settings import hints_of
 from seqpart.store.atomic import checked_body
 from seqpart.store.scratch import JOB, has_checkpoint
-from seqpart.text import read_text, refuse_unusable, said_of, short
+from seqpart.text import read_text, refuse_unusable, short, with_suggestion
 
 T = TypeVar("T")
 
@@ -121,22 +121,22 @@ def groups_of(kind: Any) -> dict[str, list[str]]:
     return groups
 
 
-def _form_of(kind: type[Any], said: dict[str, str]) -> type[Any]:
-    """Returns a dataclass with one field per group, which holds that group's options. said: the help by option."""
+def _form_of(kind: type[Any], help_text: dict[str, str]) -> type[Any]:
+    """Returns a dataclass with one field per group, which holds that group's options. help_text: the help by option."""
     hints, defaults = hints_of(kind), {field.name: field.default for field in dataclasses.fields(kind)}
     groups = []
     for heading, names in groups_of(kind).items():
-        asked = [_argument(name, hints[name], defaults[name], said.get(name, "")) for name in names]
+        asked = [_argument(name, hints[name], defaults[name], help_text.get(name, "")) for name in names]
         group = dataclasses.make_dataclass(heading.replace("-", "_"), asked, kw_only=True)
         group.__doc__ = ""
         groups.append((group.__name__, group))
     return dataclasses.make_dataclass(kind.__name__, groups, kw_only=True)
 
 
-def _argument(name: str, hint: Any, default: Any, said: str) -> tuple[str, Any, Any]:
+def _argument(name: str, hint: Any, default: Any, help_text: str) -> tuple[str, Any, Any]:
     """Returns (name, type, field) of one option. A default that is described in words is shown after the help, instead of
     `None`. (In the help itself it would leave a blank line where it fills the last one.)"""
-    said, word, in_words = split_default(said, default)
+    help_text, word, in_words = split_default(help_text, default)
     behaviour = f"{word.lstrip()}{in_words}" if default is None else None
     kind = bool if hint is bool else Annotated[
         Any,
@@ -145,13 +145,13 @@ def _argument(name: str, hint: Any, default: Any, said: str) -> tuple[str, Any, 
             is_instance=lambda _: True, str_from_instance=lambda value: [as_text(value)],
         ),
     ]  # fmt: skip
-    told = tyro.conf.arg(help=said, help_behavior_hint=behaviour, aliases=flags_of(name, hint)[1:])
-    return name, Annotated[kind, told], dataclasses.field(default=default)
+    conf = tyro.conf.arg(help=help_text, help_behavior_hint=behaviour, aliases=flags_of(name, hint)[1:])
+    return name, Annotated[kind, conf], dataclasses.field(default=default)
 
 
-def split_default(said: str, default: Any) -> tuple[str, str, str]:
+def split_default(help_text: str, default: Any) -> tuple[str, str, str]:
     """Splits a help text from its last sentence "Default: ...", for an option whose default is only described there."""
-    return said.rpartition(_DEFAULT) if default is None and _DEFAULT in said else (said, "", "")
+    return help_text.rpartition(_DEFAULT) if default is None and _DEFAULT in help_text else (help_text, "", "")
 
 
 def _read(name: str, text: str, hint: Any) -> Any:
@@ -164,13 +164,13 @@ def _read(name: str, text: str, hint: Any) -> Any:
 
 def help_of(kind: type[Any]) -> dict[str, str]:
     """Returns the help by option: the docstring under the field, in the source of its class or of one that it inherits from."""
-    said = {}
+    help_text = {}
     for owner in reversed([one for one in kind.__mro__ if dataclasses.is_dataclass(one)]):
         (body,) = (node.body for node in ast.parse(inspect.getsource(owner)).body if isinstance(node, ast.ClassDef))
         for field, text in itertools.pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-                said[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return said
+                help_text[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return help_text
 
 
 def _refuse_unparsable(kind: type[Any], arguments: list[str]) -> None:
@@ -183,7 +183,7 @@ def _refuse_unparsable(kind: type[Any], arguments: list[str]) -> None:
     given = {(flag := word.partition("=")[0]): flag.replace("_", "-") for word in arguments if word.startswith("-")}
     unknown = [flag for flag, word in given.items() if flag[:2] == "--" != flag and word.replace("--no-", "--", 1) not in known]
     if unknown:
-        raise OptionError(f"unknown option(s): {said_of(unknown, known)} --help shows all.")
+        raise OptionError(f"unknown option(s): {with_suggestion(unknown, known)} --help shows all.")
     takes_next = ""
     for word in [*arguments, "--"]:
         flag = word.replace("_", "-")
@@ -216,7 +216,7 @@ def gathered(arguments: list[str], kind: type[Any]) -> list[str]:
     unknown = sorted(key for key in table if key not in known)
     if unknown:
         raise OptionError(
-            f"{source} has unknown option(s) {said_of(unknown, known)} Its keys are the flags of --help without the dashes."
+            f"{source} has unknown option(s) {with_suggestion(unknown, known)} Its keys are the flags of --help without dashes."
         )
     found = [
         word

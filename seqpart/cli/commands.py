@@ -140,6 +140,6 @@ def reported(arguments: Sequence[str]) -> None:
     if not page.parent.is_dir():
         raise OptionError(f"--output: {page.parent} is not a directory. Make it, or give another --output.")
     write_text(page, document(run))
-    sys.stdout.write(f"{page}: the run is {run.said}\n")
+    sys.stdout.write(f"{page}: the run is {run.state_in_words}\n")
     for words in run.missing:
         sys.stdout.write(f"missing: {words}\n")

@@ -351,8 +351,8 @@ def _with_limit(first: DoesNotFit, job: Job, trainer: Trainer, train: Split, tes
         before, smallest = limit, smallest_at(limit)
         if smallest is not None and smallest <= limit:
             grown = made(limit)[1]
-            told = "" if grown == depth else f"\n  The model grows with the limit: that is for --depth {grown}."
-            return refused(first.message + told, limit, first.rows)
+            grows = "" if grown == depth else f"\n  The model grows with the limit: that is for --depth {grown}."
+            return refused(first.message + grows, limit, first.rows)
     return DoesNotFit(
         f"{first.message}\n  no limit fits: the model grows with it, to a state of twice as much. Give --depth {depth}, as "
         f"it is, or less: for that {format_limit(first.smallest or 0)} are enough."

@@ -43,14 +43,14 @@ def labels_of_rows(labels: Any, name: str) -> tuple[torch.Tensor, Form]:
     """
     if not are_several(labels):
         return as_labels(labels, name), ()
-    said = f"{name} labels"
-    form = form_of(labels, said, whole=True)
+    where = f"{name} labels"
+    form = form_of(labels, where, whole=True)
     counts = {len(part) for part in (labels.values() if isinstance(labels, Mapping) else labels)}
     if len(counts) > 1:
-        raise DataError(f"{said}: expected equally many rows of each; found {' and '.join(map(str, sorted(counts)))}.")
+        raise DataError(f"{where}: expected equally many rows of each; found {' and '.join(map(str, sorted(counts)))}.")
     count = counts.pop()
     starts = range(0, count, _ROWS_AT_ONCE)
-    return in_one((packed(some_rows(labels, slice(at, at + _ROWS_AT_ONCE)), form, said) for at in starts), count, form), form
+    return in_one((packed(some_rows(labels, slice(at, at + _ROWS_AT_ONCE)), form, where) for at in starts), count, form), form
 
 
 def in_one(pieces: Iterable[torch.Tensor], count: int, form: Form) -> torch.Tensor:
@@ -66,11 +66,11 @@ def labels_of_items(labels: Sequence[Any], name: str) -> tuple[torch.Tensor, For
     """Returns what `labels_of_rows` does, for a sequence with the labels of single items."""
     if not are_several(labels[0]) or not isinstance(labels[0], Mapping | tuple):
         return as_labels(labels, name), ()
-    said, form = f"{name} labels: item {{}}", form_of(labels[0], f"{name} labels: item 0", whole=False)
+    where, form = f"{name} labels: item {{}}", form_of(labels[0], f"{name} labels: item 0", whole=False)
     for number, label in enumerate(labels):
         if not are_several(label):
-            raise DataError(f"{said.format(number)}: expected several labels, as item 0 has; found {type(label).__name__}.")
-    return torch.cat([packed(one_row(label), form, said.format(number)) for number, label in enumerate(labels)]), form
+            raise DataError(f"{where.format(number)}: expected several labels, as item 0 has; found {type(label).__name__}.")
+    return torch.cat([packed(one_row(label), form, where.format(number)) for number, label in enumerate(labels)]), form
 
 
 def as_labels(labels: Any, name: str) -> torch.Tensor:

@@ -26,7 +26,7 @@ _FLOOR = -1
 """Rows of an epoch of a stream with drop_last that is not counted yet: as many as make whole batches."""
 LOOKED_AT = 1 << 16
 """Most rows of a stream that are counted if the run may end before the stream does: a shorter stream has epochs."""
-TELLS_EVERY = 5.0
+SECONDS_BETWEEN_LINES = 5.0
 """Seconds between two progress messages."""
 _STAGES = 16
 """Parts of a stream's lists among which a DataLoader is looked for."""
@@ -179,11 +179,11 @@ def _known(items: Any) -> int:
 
 
 def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
-    said, items, batch = f"{name} data: the DataLoader", loader.dataset, loader.batch_size
+    where, items, batch = f"{name} data: the DataLoader", loader.dataset, loader.batch_size
     if batch is None:  # also with a batch_sampler of the user's; the loader's own may be of its library's class
         kind = "batch_size=None" if loader.batch_sampler is None else type(loader.batch_sampler).__name__
         raise DataError(
-            f"{said} makes batches of its own, of any size ({kind}), but every update must have the same number of rows. Give "
+            f"{where} makes batches of its own, of any size ({kind}), but every update must have the same number of rows. Give "
             "batch_size, and a sampler for the order; or take batches of up to a size in a loop of your own, Trainer.session."
         )
     streams = isinstance(items, IterableDataset)
@@ -194,7 +194,7 @@ def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
         rows = count if sampler is None else len(loader.sampler)  # type: ignore[arg-type]
     if loader.drop_last and not (streams and not count):
         if rows < batch:
-            raise DataError(f"{said} has drop_last, {rows} rows and batches of {batch}: nothing is left of them.")
+            raise DataError(f"{where} has drop_last, {rows} rows and batches of {batch}: nothing is left of them.")
         rows -= rows % batch
     if streams and not count and loader.drop_last:
         rows = _FLOOR
@@ -310,15 +310,15 @@ def counted(source: Source, most: int | None = None) -> Source:
         if not source.count:
             raise DataError(f"{source.name} data: the set is empty. Give at least one row.")
         return source
-    count, told = 0, time.monotonic()
+    count, last_written = 0, time.monotonic()
     try:
         for count, _ in enumerate(source.items, 1):
             if most is not None and count > min(most, LOOKED_AT):
                 return replace(source, count=most, rows=most, goes_on=True)
-            if time.monotonic() > told + TELLS_EVERY:
+            if time.monotonic() > last_written + SECONDS_BETWEEN_LINES:
                 cure = ". Give max_steps where it has no end" if source.name == "training" else ", all of which are needed"
                 sys.stderr.write(f"{source.name} data: still counting, {count:,} rows{cure}\n")
-                told = time.monotonic()
+                last_written = time.monotonic()
     except Exception as error:
         raise DataError(f"{source.name} data: cannot be read: {type(error).__name__}: {error}.") from error
     rows = count - count % source.batch if source.rows == _FLOOR else count

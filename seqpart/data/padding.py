@@ -70,13 +70,13 @@ class Padding:
         """Returns `batch`, whose tensors have rows as their first dimension, with its sequences padded."""
         return self.of_batch(batch, "padding")
 
-    def of_batch(self, batch: Any, said: str) -> Any:
-        """Returns a padded batch. said: names the batch in errors."""
-        return self._padded(batch, BATCH, said)
+    def of_batch(self, batch: Any, where: str) -> Any:
+        """Returns a padded batch. where: names the batch in errors."""
+        return self._padded(batch, BATCH, where)
 
-    def of_item(self, item: Any, said: str) -> Any:
+    def of_item(self, item: Any, where: str) -> Any:
         """Returns one padded row."""
-        return self._padded(item, ITEM, said)
+        return self._padded(item, ITEM, where)
 
     def or_else(self, token: int | None, side: Literal["left", "right"] | None) -> "Padding":
         """Returns this padding with `token` and `side` filled in if it has none."""
@@ -92,29 +92,29 @@ class Padding:
             return 0
         return IGNORED if key == LABELS and dtype in _SIGNED else None
 
-    def refuse_unknown(self, keys: Iterable[Key], said: str) -> None:
+    def refuse_unknown(self, keys: Iterable[Key], where: str) -> None:
         """Raises DataError for the first of `keys`, tensors whose rows have several lengths, without a padding value."""
         for key in keys:
             if key not in self.values and key not in (*TOKENS, *ZEROS, LABELS, 0):
-                raise _unknown(key, said)
+                raise _unknown(key, where)
 
-    def _padded(self, found: Any, dim: int, said: str) -> Any:
+    def _padded(self, found: Any, dim: int, where: str) -> Any:
         seen: set[Key] = set()
 
         def change(key: Key, part: Any) -> Any:
             seen.add(key)
-            return self._filled(key, part, dim, said)
+            return self._filled(key, part, dim, where)
 
         padded = _changed(found, change)
         missing = {*self.values, *(self.length if isinstance(self.length, Mapping) else ())} - seen
         if seen and missing:
             raise DataError(
-                f"{said}: expected padding only for {', '.join(sorted(map(_named, seen)))}; found padding for "
+                f"{where}: expected padding only for {', '.join(sorted(map(_named, seen)))}; found padding for "
                 f"{', '.join(sorted(map(_named, missing)))}. Give names that the data has."
             )
         return padded
 
-    def _filled(self, key: Key, part: Any, dim: int, said: str) -> Any:
+    def _filled(self, key: Key, part: Any, dim: int, where: str) -> Any:
         if len(shape := _shape(part)) <= dim:
             return part
         size = self._size(key, part)
@@ -122,12 +122,12 @@ class Padding:
             return part
         if size < shape[dim]:
             raise DataError(
-                f"{said}: expected rows of {_named(key)} of at most {size} places, the length of padding; found one of "
+                f"{where}: expected rows of {_named(key)} of at most {size} places, the length of padding; found one of "
                 f"{shape[dim]}. Give padding a length of {shape[dim]} or more, or let the data set cut its rows."
             )
         tensor = _tensor(part)
         if (value := self.value_of(key, tensor.dtype)) is None:
-            raise _unknown(key, said)
+            raise _unknown(key, where)
         filling = tensor.new_full((*shape[:dim], size - shape[dim], *shape[dim + 1 :]), value)
         return torch.cat([filling, tensor] if self.side == "left" else [tensor, filling], dim)
 
@@ -210,9 +210,9 @@ def _tensor(part: Any) -> torch.Tensor:
     return part if isinstance(part, torch.Tensor) else as_tensor(np.asarray(part))
 
 
-def _unknown(key: Key, said: str) -> DataError:
+def _unknown(key: Key, where: str) -> DataError:
     return DataError(
-        f"{said}: {_named(key)} has rows of several lengths, and no value to pad them with is known. Give one: "
+        f"{where}: {_named(key)} has rows of several lengths, and no value to pad them with is known. Give one: "
         f"padding=Padding(..., values={{{key!r}: 0}})."
     )
 
@@ -252,9 +252,9 @@ class _Streamed(_Items):
             yield self._padding.of_item(item, f"{self._name} data: item {index}")
 
 
-def _collated(collate: Callable[[list[Any]], Any], padding: Padding, said: str, items: list[Any]) -> Any:
+def _collated(collate: Callable[[list[Any]], Any], padding: Padding, where: str, items: list[Any]) -> Any:
     """Pads what a collate_fn makes of items."""
-    return padding.of_batch(collate(items), said)
+    return padding.of_batch(collate(items), where)
 
 
 def padded(data: Any, name: str, padding: Padding | None) -> Any:

@@ -33,7 +33,7 @@ class Reading:
     def __init__(self, train: Split, test: Split, workers: int | None, device: Device) -> None:
         """workers: number of processes; None: as many as the loader has."""
         self.workers: list[Worker] = []
-        self.said: list[str] = []
+        self.notes: list[str] = []
         kept = {split.kept for split in (train, test)}
         # One type for both splits; and for a device behind a link the plan has no room for rows in two types.
         dtype = train.kept if len(kept) == 1 and train.kept is not None and device.shares_memory else train.dtype
@@ -47,7 +47,7 @@ class Reading:
             self._asked = source.workers if workers is None else workers
             if self._asked > 1 and source.streams:
                 self._asked = 1
-                self.said.append(
+                self.notes.append(
                     "one worker process: a data set that streams is read by one alone, so that its rows come in order"
                 )
 
@@ -101,7 +101,7 @@ class Reading:
         return freed
 
     def _say_fewer(self) -> None:
-        self.said = [f"{len(self.workers)} of {self._asked} worker processes: the limit has no room for more"]
+        self.notes = [f"{len(self.workers)} of {self._asked} worker processes: the limit has no room for more"]
 
     def rows(self, split: str, device: Device) -> "PassingRows | None":
         """Returns the replacement for the rows of a split; None if they are kept."""

@@ -58,7 +58,7 @@ class RowPack:
     layout: RowLayout
     columns: tuple[Column, ...]
     once: tuple[Column, ...] = ()
-    lack: str = ""
+    why_not: str = ""
     """Why these values cannot be kept, in words; "" if they can."""
 
     @classmethod
@@ -120,16 +120,14 @@ class RowPacks:
         try:
             other = [judged.with_rows(more)] if live == (judged,) else passing(self._costs_at(more), last)
         except (DataError, ModelError):
-            return self._lacking(
-                judged, f"several tensors pass there, of a model that takes batches of {self._rows} rows alone"
-            )
+            return self._unfit(judged, f"several tensors pass there, of a model that takes batches of {self._rows} rows alone")
         shapes = {value.number: value.shape for value in other}
         growing = [value for value in live if shapes[value.number] != value.shape]
         with_rows = [value for value in growing if shapes[value.number] == value.with_rows(more).shape]
         if unclear := [value.shape for value in growing if value not in with_rows]:
-            return self._lacking(judged, f"a tensor of shape {unclear[0]} passes there, whose first dimension is not the rows")
+            return self._unfit(judged, f"a tensor of shape {unclear[0]} passes there, whose first dimension is not the rows")
         if judged not in with_rows or not judged.dtype.is_floating_point:
-            return self._lacking(judged, "that is not a row of floats for each sample")
+            return self._unfit(judged, "that is not a row of floats for each sample")
         columns = self._columns(with_rows, judged, 1)
         one = columns[0] if len(columns) == 1 else None
         layout = RowLayout(one.shape, one.dtype) if one is not None else RowLayout((_nbytes(columns),), torch.uint8)
@@ -146,8 +144,8 @@ class RowPacks:
             offset += columns[-1].nbytes
         return tuple(columns)
 
-    def _lacking(self, judged: Value, lack: str) -> RowPack:
-        return RowPack(judged.number, RowLayout(judged.shape[1:], judged.dtype), (), lack=lack)
+    def _unfit(self, judged: Value, why_not: str) -> RowPack:
+        return RowPack(judged.number, RowLayout(judged.shape[1:], judged.dtype), (), why_not=why_not)
 
 
 class PackWriter:

@@ -13,7 +13,7 @@ import torch
 from seqpart.capture.inputs import PADS, as_tensor, described, is_several, refuse_text
 from seqpart.data.reader import Ints
 from seqpart.data.row_types import in_type_of
-from seqpart.data.splits import Split, copy_rows, parted, split_of, unreadable
+from seqpart.data.splits import Split, copy_rows, split_of, unreadable, x_and_y
 from seqpart.device.device import Device, keyed_seed
 from seqpart.errors import DataError, SeqpartError
 from seqpart.model.loss_probe import generators_left_alone
@@ -161,7 +161,7 @@ class SourceReader:
         piece: list[tuple[Any, Any]] = []
         nbytes = 0
         for number in numbers:
-            piece.append(parted(self.item(draws, number), f"{source.name} data: item {number}"))
+            piece.append(x_and_y(self.item(draws, number), f"{source.name} data: item {number}"))
             nbytes += _nbytes(piece[-1][0])
             if nbytes >= PIECE_BYTES or len(piece) == PIECE_ROWS:
                 yield stacked(piece, source.name)
@@ -215,7 +215,7 @@ class SourceReader:
         self._stream, self._at, self._begun = iter(self._source.items), (draws, at), at
 
     def _collated(self, draws: Draws, batch: int, items: list[Any]) -> tuple[Any, Any]:
-        said = f"{self._source.name} data: batch {batch}"
+        where = f"{self._source.name} data: batch {batch}"
         seed_generators(draws.seed_for("batch", batch))
         assert self._source.collate is not None
         try:
@@ -223,11 +223,11 @@ class SourceReader:
         except Exception as error:
             if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
                 raise
-            raise DataError(f"{said}: the collate_fn failed: {type(error).__name__}: {error}.") from error
-        x, y = (part if is_several(part) or hasattr(part, "shape") else as_tensor(part) for part in parted(found, said))
+            raise DataError(f"{where}: the collate_fn failed: {type(error).__name__}: {error}.") from error
+        x, y = (part if is_several(part) or hasattr(part, "shape") else as_tensor(part) for part in x_and_y(found, where))
         count = len(next(iter(x.values())) if isinstance(x, Mapping) else x[0] if is_several(x) else x)
         if count != len(items):
-            raise DataError(f"{said}: the collate_fn made {count} rows of {len(items)} items; expected one of each.")
+            raise DataError(f"{where}: the collate_fn made {count} rows of {len(items)} items; expected one of each.")
         return x, y
 
 
@@ -275,7 +275,7 @@ class RowTaker:
         """Bytes of one row's labels."""
         return int(np.prod(self.label_shape)) * self.label_dtype.itemsize
 
-    def take(self, x: Any, y: Any, rows: torch.Tensor, labels: torch.Tensor, said: str) -> int:
+    def take(self, x: Any, y: Any, rows: torch.Tensor, labels: torch.Tensor, where: str) -> int:
         """Copies rows to the beginning of `rows`, (n, *shape), and `labels`; returns how many. Raises DataError."""
         like = self._like
         split = in_type_of(like, split_of(x, y, like.name))
@@ -285,14 +285,14 @@ class RowTaker:
                 shapes = [described(one.form) if several else str(tuple(one.shape)) for one in (like, split)]
                 shapes = shapes if what == "rows" else [str(expected), str(tuple(found))]
                 raise DataError(
-                    f"{said}: expected {what} of shape {shapes[0]}, as the first ones have; found {shapes[1]}. Bring all to "
+                    f"{where}: expected {what} of shape {shapes[0]}, as the first ones have; found {shapes[1]}. Bring all to "
                     f"one shape: crop or resize them. {PADS}"
                 )
         if split.form != like.form or split.dtype != like.dtype:
-            raise DataError(f"{said}: expected rows of type {like.dtype}, as the first ones have; found {split.dtype}.")
+            raise DataError(f"{where}: expected rows of type {like.dtype}, as the first ones have; found {split.dtype}.")
         if split.labels.is_floating_point() != self.label_dtype.is_floating_point:
             raise DataError(
-                f"{said}: expected labels of type {self.label_dtype}, as the first have; found {split.labels.dtype}."
+                f"{where}: expected labels of type {self.label_dtype}, as the first have; found {split.labels.dtype}."
             )
         count = copy_rows(split, rows)
         labels[:count].copy_(split.labels)

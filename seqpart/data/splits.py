@@ -34,7 +34,7 @@ from seqpart.errors import DataError
 from seqpart.model.losses import label_dtype
 
 
-def as_pair(data: object, said: str) -> object:
+def as_pair(data: object, where: str) -> object:
     """Returns all rows at once as (x, y) if they are a dict of tensors with `labels`, or several tensors with the labels last,
     and other data unchanged.
 
@@ -42,31 +42,31 @@ def as_pair(data: object, said: str) -> object:
     """
     if isinstance(data, torch.Tensor | np.ndarray):
         raise DataError(
-            f"{said}: expected a pair (x, y) of rows and labels; found a {type(data).__name__} alone, of shape "
+            f"{where}: expected a pair (x, y) of rows and labels; found a {type(data).__name__} alone, of shape "
             f"{tuple(data.shape)}. Give (x, y), (x, x) where rows are to come out as they went in, or a loss of what the model "
             "returns alone: Trainer(model, lambda output: ...)."
         )
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, list) for part in data) and len(data[0]) > 2:
         raise DataError(
-            f"{said}: expected a pair (x, y) of tensors or arrays; found two lists, of {len(data[0])} and {len(data[1])}. Give "
-            "(torch.tensor(x), torch.tensor(y))."
+            f"{where}: expected a pair (x, y) of tensors or arrays; found two lists, of {len(data[0])} and {len(data[1])}. "
+            "Give (torch.tensor(x), torch.tensor(y))."
         )
     if isinstance(data, str):
-        raise DataError(f"{said}: expected a pair (x, y) of tensors or arrays, or a data set; found the text {data[:60]!r}.")
+        raise DataError(f"{where}: expected a pair (x, y) of tensors or arrays, or a data set; found the text {data[:60]!r}.")
     if hasattr(data, "columns") and hasattr(data, "iloc"):
         raise DataError(
-            f"{said}: expected a pair (x, y) of tensors or arrays, or a data set; found a table of pandas. Give "
+            f"{where}: expected a pair (x, y) of tensors or arrays, or a data set; found a table of pandas. Give "
             "(table[[NAME, ...]].to_numpy(), table[NAME].to_numpy())."
         )
     if isinstance(data, Mapping) and data and all(isinstance(name, str) for name in data):
         if "train" in data and not {"label", "labels"} & set(data):
-            raise DataError(f"{said}: found several data sets: {', '.join(data)}. Give one of them, as data['train'].")
-        x, y = labels_apart(data, said)
+            raise DataError(f"{where}: found several data sets: {', '.join(data)}. Give one of them, as data['train'].")
+        x, y = inputs_and_labels(data, where)
         return x, y if hasattr(y, "shape") or isinstance(y, Mapping) else np.asarray(y)
     if isinstance(data, tuple | list) and len(data) > 2:
         *inputs, labels = data
         if all(map(_has_dims, inputs)) and (_has_dims(labels) or isinstance(labels, Mapping)):
-            return parted(data, said)
+            return x_and_y(data, where)
     return data
 
 
@@ -74,24 +74,24 @@ def _has_dims(part: object) -> bool:
     return len(getattr(part, "shape", ())) > 0
 
 
-def labels_apart(found: Mapping[Any, Any], said: str) -> tuple[dict[Any, Any], Any]:
+def inputs_and_labels(found: Mapping[Any, Any], where: str) -> tuple[dict[Any, Any], Any]:
     """Returns (inputs by name, labels) of a dict with `labels`, or else `label`, as data sets of Hugging Face have it."""
     name = "label" if "labels" not in found and "label" in found else "labels"
     if name not in found:
         raise DataError(
-            f"{said}: expected a dict with labels beside the inputs that the model takes by name; found "
+            f"{where}: expected a dict with labels beside the inputs that the model takes by name; found "
             f"{', '.join(map(str, found)) or 'an empty one'}. Name them labels, or give a pair (x, labels)."
         )
     return {other: part for other, part in found.items() if other != name}, found[name]
 
 
-def parted(found: Any, said: str) -> tuple[Any, Any]:
+def x_and_y(found: Any, where: str) -> tuple[Any, Any]:
     """Returns (x, labels) of an item or a batch: a dict with `labels`, a pair, or a tuple, labels last. Raises DataError."""
     if isinstance(found, Mapping):
-        return labels_apart(found, said)
+        return inputs_and_labels(found, where)
     if not isinstance(found, tuple | list) or len(found) < 2:
         raise DataError(
-            f"{said}: expected a pair (x, label), a tuple whose last is the label, or a dict with labels; "
+            f"{where}: expected a pair (x, label), a tuple whose last is the label, or a dict with labels; "
             f"found {kind_of(found)}."
         )
     return (found[0] if len(found) == 2 else tuple(found[:-1])), found[-1]
@@ -239,20 +239,20 @@ def as_split(data: object, name: str) -> Split:
 
 def split_of(x: Any, y: Any, name: str) -> Split:
     """Returns a Split of the x and the labels y of all rows, each one tensor or several, see `as_split`. Raises DataError."""
-    (labels, label_form), said = labels_of_rows(y, name), f"{name} data"
-    count, form = len(labels), () if hasattr(x, "shape") else form_of(x, said, whole=True)
+    (labels, label_form), where = labels_of_rows(y, name), f"{name} data"
+    count, form = len(labels), () if hasattr(x, "shape") else form_of(x, where, whole=True)
     for part in (x,) if not form else x.values() if isinstance(x, Mapping) else x:
         rows = part.shape[0] if len(part.shape) else "no"  # zarr's arrays have no len()
         if rows != count:
-            raise DataError(f"{said}: {rows} rows of x and {count} labels; the numbers must be equal.")
+            raise DataError(f"{where}: {rows} rows of x and {count} labels; the numbers must be equal.")
     if not form:
-        _refuse_no_numbers(x, said)
+        _refuse_no_numbers(x, where)
 
     def passes(step: int = 1) -> Iterator[torch.Tensor]:  # holds no labels, which may become others
         for start in range(0, count, ROWS_AT_ONCE * step):
             own = slice(start, start + ROWS_AT_ONCE * step, step)
             if form:
-                yield packed(some_rows(x, own), form, said)
+                yield packed(some_rows(x, own), form, where)
             else:
                 found = x[own]  # a copy: torch warns about read-only arrays, such as memory-mapped ones
                 yield as_tensor(found if isinstance(found, torch.Tensor) else np.asarray(found))
@@ -300,14 +300,14 @@ def _dtype_of(x: object) -> torch.dtype:
     return next((one for one in QUANTITIES if str(one) == f"torch.{name}"), torch.float32)
 
 
-def _refuse_no_numbers(x: Any, said: str) -> None:
+def _refuse_no_numbers(x: Any, where: str) -> None:
     """Raises DataError for an x of one tensor without a dimension for the numbers of a row, sparse, or of other values."""
     if len(x.shape) == 1 and x.shape[0]:
-        raise DataError(f"{said}: x has one number a row and no dimension for it. Give x of shape (rows, 1): x[:, None].")
+        raise DataError(f"{where}: x has one number a row and no dimension for it. Give x of shape (rows, 1): x[:, None].")
     if getattr(x, "layout", torch.strided) is not torch.strided:
-        raise DataError(f"{said}: expected x with all its numbers; found {x.layout}. Give x.to_dense().")
+        raise DataError(f"{where}: expected x with all its numbers; found {x.layout}. Give x.to_dense().")
     if isinstance(x, np.ndarray) and x.dtype.kind not in "buifc":
-        raise DataError(f"{said}: expected x to be numbers; found an array of type {x.dtype}.")
+        raise DataError(f"{where}: expected x to be numbers; found an array of type {x.dtype}.")
 
 
 def _length(items: Any, name: str) -> int:
@@ -360,7 +360,7 @@ def spread(count: int, most: int) -> list[int]:
 def _kind(items: Any, name: str) -> tuple[Form, torch.dtype]:
     """Returns (form of the first item's inputs if it has several, type of rows). An invalid item raises later."""
     try:
-        x, _ = parted(items[0], name)
+        x, _ = x_and_y(items[0], name)
     except Exception:
         return (), torch.float32
     return (form_of(x, f"{name} data: item 0", whole=False), torch.uint8) if is_several(x) else ((), _dtype_of(x))
@@ -383,8 +383,8 @@ def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
             )
     if targets is None:
         return True
-    said = {i: label for i, label in labels.items() if label is not None}
-    return any(not np.array_equal(label, plain(targets[i])) for i, label in said.items())
+    given = {i: label for i, label in labels.items() if label is not None}
+    return any(not np.array_equal(label, plain(targets[i])) for i, label in given.items())
 
 
 def _digest(row: torch.Tensor, label: Any) -> int:
@@ -409,7 +409,7 @@ def _item(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, 
     except Exception as error:
         raise unreadable(name, items, index, error) from error
     try:
-        x, y = parted(item, f"{name} data: item {index}")
+        x, y = x_and_y(item, f"{name} data: item {index}")
         return (packed(one_row(x), form, f"{name} data: item {index}")[0] if form else as_tensor(x)), y
     except DataError:
         raise
@@ -417,16 +417,16 @@ def _item(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, 
         raise DataError(f"{name} data: item {index}: expected a pair (x, label) of numbers: {error}.") from error
 
 
-def said_of_rows(split: Split) -> str:
+def form_of_rows(split: Split) -> str:
     """Describes a split's rows: `(16,) float32`, or `a dict of ids (7,) int64, mask (7,) bool`."""
-    return _said(split.form, split.shape, split.dtype)
+    return _in_words(split.form, split.shape, split.dtype)
 
 
-def said_of_labels(split: Split) -> str:
-    return _said(split.label_form, tuple(split.labels.shape[1:]), split.labels.dtype)
+def form_of_labels(split: Split) -> str:
+    return _in_words(split.label_form, tuple(split.labels.shape[1:]), split.labels.dtype)
 
 
-def _said(form: Form, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def _in_words(form: Form, shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """Describes one row."""
     if form:
         return f"a {'tuple' if form[0].name is None else 'dict'} of {described(form)}"

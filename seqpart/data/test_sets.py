@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset
 
 from seqpart.data.row_types import in_type_of
 from seqpart.data.source import Source
-from seqpart.data.splits import Split, said_of_labels, said_of_rows
+from seqpart.data.splits import Split, form_of_labels, form_of_rows
 from seqpart.errors import DataError
 
 
@@ -40,9 +40,9 @@ def together(data: Mapping[str, object], read: Callable[[object], Split], name: 
     first = next(iter(found.values()))
     found = {own: in_type_of(first, split) for own, split in found.items()}
     for own, split in found.items():
-        for what, said in (("rows", said_of_rows), ("labels", said_of_labels)):
-            if said(split) != said(first):
-                raise DataError(f"{name} sets: expected {what} of one form; found {said(first)}, and {said(split)} in {own!r}.")
+        for what, form in (("rows", form_of_rows), ("labels", form_of_labels)):
+            if form(split) != form(first):
+                raise DataError(f"{name} sets: expected {what} of one form; found {form(first)}, and {form(split)} in {own!r}.")
     labels = torch.cat([split.labels for split in found.values()])
     one = replace(first, name=name, count=sum(split.count for split in found.values()), labels=labels, some=None)
     one = replace(

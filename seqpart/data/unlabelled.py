@@ -76,7 +76,7 @@ def _first_item(items: Any, collate: Callable[[list[Any]], Any]) -> Any:
                 return None
             item = items[0] if _has_places(items) else next(iter(items))
             return item if collate is default_collate else collate([item])
-    except Exception:  # it is read again, and its error told, where its rows are
+    except Exception:  # it is read again, and its error raised, where its rows are
         return None
 
 

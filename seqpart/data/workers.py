@@ -166,7 +166,7 @@ def _serve(parts: Sequence[Part], number: int, probe: int, jobs: "Connection[Any
             parts[0].source.begin_worker(number)
         back.send(probed(parts[0], readers[0], probe))
     except BaseException as error:
-        back.send(_told(error))
+        back.send(_as_error(error))
         return
     while True:
         job = jobs.recv()
@@ -178,7 +178,7 @@ def _serve(parts: Sequence[Part], number: int, probe: int, jobs: "Connection[Any
             rows, labels = empty(parts[job.part], len(job.numbers))
             fill(parts[job.part], readers[job.part], job, rows, labels)
         except BaseException as error:
-            back.send(_told(error))
+            back.send(_as_error(error))
             continue
         back.send(None)
         for tensor in (rows, labels):
@@ -186,7 +186,7 @@ def _serve(parts: Sequence[Part], number: int, probe: int, jobs: "Connection[Any
         del rows, labels, tensor
 
 
-def _told(error: BaseException) -> SeqpartError:
+def _as_error(error: BaseException) -> SeqpartError:
     """Returns what the run raises for an error in a worker."""
     if Device().is_out_of_memory(error):
         held = format_size(read_process().held)
@@ -211,8 +211,8 @@ def fill(part: Part, reader: SourceReader, job: Job, rows: torch.Tensor, labels:
     """Reads a batch into tensors of exactly that size. Seeds the process's generators. Raises DataError."""
     at = 0
     for x, y in reader.read(job.draws, job.batch, job.numbers.tolist()):
-        said = f"{part.source.name} data: rows {at} and on of a batch of the items {_listed(job.numbers)}"
-        at += part.taker.take(x, y, rows[at:], labels[at:], said)
+        where = f"{part.source.name} data: rows {at} and on of a batch of the items {_listed(job.numbers)}"
+        at += part.taker.take(x, y, rows[at:], labels[at:], where)
 
 
 def _listed(numbers: Ints) -> str:

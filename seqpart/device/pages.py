@@ -56,6 +56,6 @@ def watched(watcher: Watcher) -> Iterator[None]:
         _watchers.remove(watcher)
 
 
-def tell_watchers(memory: memoryview, *, write: bool) -> None:
+def count_file_pages(memory: memoryview, *, write: bool) -> None:
     for watcher in _watchers:
         watcher(np.frombuffer(memory, dtype=np.uint8).ctypes.data, len(memory), write=write, disk=True)

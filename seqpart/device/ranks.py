@@ -36,7 +36,7 @@ _PATIENCE = timedelta(days=1)
 class Ranks:
     """One process alone, which has nobody to tell anything."""
 
-    number, count, said = 0, 1, ""
+    number, count, note = 0, 1, ""
     room = 0
     """Bytes that an exchange of gradients takes for a moment."""
     keeps_heap = True
@@ -52,20 +52,20 @@ class Ranks:
         return [value]
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """A context in which the first rank calls `tell`; its error is raised by `told` on the others."""
+    def broadcasting(self) -> Iterator[None]:
+        """A context in which the first rank calls `broadcast`; its error is raised by `receive` on the others."""
         yield
 
-    def tell(self, value: object) -> None:
-        """Gives `value` from the first rank to the others, which call `told`; does nothing on these."""
+    def broadcast(self, value: object) -> None:
+        """Gives `value` from the first rank to the others, which call `receive`; does nothing on these."""
 
-    def told(self) -> Any:
+    def receive(self) -> Any:
         """Returns what the first rank tells, or raises its error."""
         raise AssertionError("one process alone is the first")
 
-    def any_of(self, *said: bool) -> list[bool]:
+    def any_of(self, *values: bool) -> list[bool]:
         """Returns what any of the ranks says of each."""
-        return list(said)
+        return list(values)
 
     def send(self, buffer: torch.Tensor, source: int = 0, to: int | None = None) -> None:
         """Fills `buffer`, in host memory, with what it holds on rank `source`: on every rank, or on `to` alone."""
@@ -91,14 +91,14 @@ class Group(Ranks):
 
     def __init__(self, device: Device, environment: Mapping[str, str]) -> None:
         self.number, self.count = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
-        self._device, self._telling = device, False
+        self._device, self._to_broadcast = device, False
         # Touched, so that it counts as there before the plan. Memory of an exchange's own would leave holes in a kept heap.
         self.chunk = chunk_of(self.count)
         self.room = 6 * self.chunk
         self._buffers = torch.ones(2, 2, self.chunk, dtype=torch.uint8, device=device.torch)
-        self.said = f"{self.count} processes train together; the limit is that of each"
+        self.note = f"{self.count} processes train together; the limit is that of each"
         if torch.get_num_threads() == 1 and per_machine() > 1:
-            self.said += ". Each computes on one thread (torchrun sets OMP_NUM_THREADS=1 unless you do), which gives other bits"
+            self.note += ". Each computes on one thread (torchrun sets OMP_NUM_THREADS=1 unless you do), which gives other bits"
         self.keeps_heap = environment.get(_RECORDED, "" if dist.is_initialized() else "0") == "0"
         with self._others_heard(), _environment(_RECORDED, "0"):
             if not dist.is_initialized():
@@ -133,23 +133,23 @@ class Group(Ranks):
         return found
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        self._telling = True
+    def broadcasting(self) -> Iterator[None]:
+        self._to_broadcast = True
         try:
             yield
         except Exception as error:
-            if self.leads and self._telling:
-                self.tell(error if isinstance(error, SeqpartError) else OtherRank(f"rank 0 ended: {error!r}."))
+            if self.leads and self._to_broadcast:
+                self.broadcast(error if isinstance(error, SeqpartError) else OtherRank(f"rank 0 ended: {error!r}."))
                 _SHARED.add(error)
             raise
 
-    def tell(self, value: object) -> None:
+    def broadcast(self, value: object) -> None:
         if self.leads:
-            self._telling = False
+            self._to_broadcast = False
             with self._others_heard():
                 dist.broadcast_object_list([value], group=self._words)
 
-    def told(self) -> Any:
+    def receive(self) -> Any:
         found: list[Any] = [None]
         with self._others_heard():
             dist.broadcast_object_list(found, group=self._words)
@@ -164,8 +164,8 @@ class Group(Ranks):
             dist.destroy_process_group(group)
         self._words = self._loads = self._sums = None
 
-    def any_of(self, *said: bool) -> list[bool]:
-        return self._bytes_of_all(said).any(0).tolist()
+    def any_of(self, *values: bool) -> list[bool]:
+        return self._bytes_of_all(values).any(0).tolist()
 
     def _bytes_of_all(self, own: Sequence[int]) -> torch.Tensor:
         """Returns the same numbers, below 256, of all ranks: (ranks, numbers)."""
@@ -266,10 +266,10 @@ class Group(Ranks):
         except (RuntimeError, ValueError) as error:
             if self._device.is_out_of_memory(error):
                 raise
-            said = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]  # gloo begins with a place in its source
+            reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]  # gloo begins with a place in its source
             raise OtherRank(
                 f"rank {self.number} cannot exchange with the others any more. One has most likely ended, and its own message "
-                f"says why. torch.distributed says: {said}."
+                f"says why. torch.distributed says: {reason}."
             ) from None
 
 
@@ -361,7 +361,7 @@ _SHARED = weakref.WeakSet[BaseException]()
 """Errors of the first rank that it has told the others."""
 
 
-def is_told(error: BaseException) -> bool:
+def is_of_first_rank(error: BaseException) -> bool:
     """True for an error that the first rank has printed, or will print."""
     return not leads() and (error in _SHARED or isinstance(error, KeyboardInterrupt))
 

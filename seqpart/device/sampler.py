@@ -92,7 +92,7 @@ class Sampler:
         self.known = 0
         """The peak when the plan was made: the prediction does not cover earlier ones."""
         self.timeline = Timeline()
-        self.told: list[Callable[[int], None]] = [self.timeline.note]
+        self.listeners: list[Callable[[int], None]] = [self.timeline.note]
         """Functions called with the bytes of every sample, mostly by the sampler's thread."""
         self._file_start = read_process().file
         self._stop = threading.Event()
@@ -131,7 +131,7 @@ class Sampler:
         return used
 
     def _add(self, used: int, label: Callable[[], str]) -> None:
-        for listener in self.told:
+        for listener in self.listeners:
             listener(used)
         if used > self.peak:
             self.peak, self.peak_label = used, label()

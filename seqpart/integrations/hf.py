@@ -88,7 +88,7 @@ class Trainer:
         self._empty = False
         self.result: Result | None = None
         """The result of the last training, with the proof of the limit."""
-        self._trainer()  # what is wrong with settings is told here
+        self._trainer()  # what is wrong with settings is raised here
 
     def __init_subclass__(cls) -> None:
         """Raises OptionError for overridden methods of transformers' Trainer that would not be called."""

@@ -154,7 +154,7 @@ class Relay:
         if self.control.should_training_stop:
             event.stop("a callback of transformers")
 
-    # --- what is told -----------------------------------------------------------------------------------------------------
+    # --- what is logged ---------------------------------------------------------------------------------------------------
 
     def evaluated(self, metrics: dict[str, Any]) -> None:
         self.log(metrics)

@@ -37,10 +37,10 @@ def exact_phases(work: Workload, *, streamed: bool) -> Phases:
     return trained(work, whole_network(work, streamed=streamed), test_phases(work, stays=not streamed))
 
 
-def trained(work: Workload, train: Phase, behind: tuple[Phase, ...]) -> Phases:
-    """Returns all updates of `train`, with the phases of `behind` at every evaluation and after the last update."""
+def trained(work: Workload, train: Phase, following: tuple[Phase, ...]) -> Phases:
+    """Returns all updates of `train`, with the phases of `following` at every evaluation and after the last update."""
     first = work.partitions[0]
-    return Phases([training(train, first.epochs, first.updates, behind, work.tests)])
+    return Phases([training(train, first.epochs, first.updates, following, work.tests)])
 
 
 def recovery_phases(work: Workload) -> tuple[Epochs, ...]:
@@ -55,7 +55,7 @@ def recovery_phases(work: Workload) -> tuple[Epochs, ...]:
     train = replace(train, frozen=train.frozen | recovery.frozen)
     size = recovery.micro_batch
     tests = tuple(replace(phase, stage=1, batch=size, micro_batch=size) for phase in test_phases(work))
-    return (Epochs(train=train, epochs=recovery.epochs, behind=tests, every=work.tests.epochs),)
+    return (Epochs(train=train, epochs=recovery.epochs, following=tests, every=work.tests.epochs),)
 
 
 class Streamed(Method):
@@ -71,7 +71,7 @@ class Evaluation(Streamed):
     """The streamed method without training: only its passes over the test rows."""
 
     def phases(self, work: Workload) -> Phases:
-        return Phases([Epochs(train=whole_network(work, streamed=True), epochs=0, behind=test_phases(work))])
+        return Phases([Epochs(train=whole_network(work, streamed=True), epochs=0, following=test_phases(work))])
 
 
 class Checkpointed(Method):

@@ -270,7 +270,7 @@ class Method(ABC):
         """Yields what does not go together among its options, in words."""
         yield from ()
 
-    def trains_apart(self, config: Config) -> bool:
+    def trains_independently(self, config: Config) -> bool:
         """True if each of several processes trains subnets or partitions of its own, on whole batches."""
         return self.has_subnets
 
@@ -293,9 +293,9 @@ class Method(ABC):
                 f"method {self.name} trains each partition alone, so blocks must not share a parameter. Use --method auto."
             )
 
-    def lack_behind(self, config: Config, pack: RowPack, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
+    def why_no_cut_after(self, config: Config, pack: RowPack, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
         """Why no partition that is trained alone may end with outputs of this shape, in words; "" if one may."""
-        return pack.lack
+        return pack.why_not
 
     def rows_per_pass(
         self, loss: LossFunction, splits: Sequence[Split], *, batch: int, epochs: int, key: tuple[int | str, ...] | None

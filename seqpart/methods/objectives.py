@@ -85,7 +85,7 @@ def has_positions(shape: tuple[int, ...], label_shape: tuple[int, ...]) -> bool:
     return not label_shape or (shape[: len(label_shape)] == label_shape and len(shape) > len(label_shape))
 
 
-def lack_of(objective: str, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
+def why_unsuited(objective: str, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
     """Returns what an output of this shape lacks for the objective, in words; "" if nothing."""
     if not has_positions(shape, label_shape):
         return f"labels stand for {label_shape} positions, which method sil needs as its first dimensions"

@@ -27,7 +27,7 @@ from seqpart.errors import DataError, ModelError
 from seqpart.fields import flag_of
 from seqpart.methods.exact import recovery_phases
 from seqpart.methods.method import Method, PartitionLoss, Targets, Workload
-from seqpart.methods.objectives import OBJECTIVES, lack_of
+from seqpart.methods.objectives import OBJECTIVES, why_unsuited
 from seqpart.model.blocks import Chain
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.schedule.phase import Phase, PhaseKind
@@ -47,35 +47,37 @@ class SilMethod(Method):
         there are processes, and the test rows, which need all of them, come last.
         """
         stretches, tests, ungathered = list[Epochs](), list[Phase](), 0
-        last, apart = len(work.partitions) - 1, work.synthetic_inputs and work.ranks > 1
+        last = len(work.partitions) - 1
+        independent = work.synthetic_inputs and work.ranks > 1
+        rank, ranks = (0, 1) if independent else (work.rank, work.ranks)
         for p, part in enumerate(work.partitions):
             test = Phase(
                 kind=PhaseKind.TEST, partition=p, rows=work.test_rows, batch=part.micro_batch, micro_batch=part.micro_batch,
-                apart=apart,
+                independent=independent,
             )  # fmt: skip
             train = replace(
                 test, kind=PhaseKind.TRAIN, rows=work.train_rows, batch=part.batch_size, shuffle=work.shuffle,
-                epochs=part.epochs, views=work.views, rank=0 if apart else work.rank, ranks=1 if apart else work.ranks,
-                elsewhere=apart and p % work.ranks != work.rank,
+                epochs=part.epochs, views=work.views, rank=rank, ranks=ranks,
+                elsewhere=independent and p % work.ranks != work.rank,
             )  # fmt: skip
             tests += [test] * bool(work.test_rows)
-            behind = tests[-1:] if not apart else tests if p == last else []
+            following = tests[-1:] if not independent else tests if p == last else []
             if p < last:
                 # A frozen partition never learned its labels: the next one must see its real outputs.
                 outputs = PhaseKind.DRAW if work.synthetic_inputs and part.trainable else PhaseKind.CACHE
-                away = apart and outputs is PhaseKind.DRAW and (p + 1) % work.ranks != work.rank
+                away = independent and outputs is PhaseKind.DRAW and (p + 1) % work.ranks != work.rank
                 cached = replace(test, kind=outputs, rows=work.train_rows, elsewhere=away and work.partitions[p + 1].trainable)
-                behind = [*(replace(cached, view=view) for view in range(work.views)), *behind]
-            if apart:
+                following = [*(replace(cached, view=view) for view in range(work.views)), *following]
+            if independent:
                 # Synthetic labels, unlike a frozen partition's outputs, are drawn again by a run that goes on from here.
                 ends = p == last or (part.trainable and (p + 1) % work.ranks == 0)
                 gather = Phase(
                     kind=PhaseKind.GATHER, partition=ungathered, through=p, rows=1, batch=1, micro_batch=1, elsewhere=not ends,
-                    apart=True,
+                    independent=True,
                 )  # fmt: skip
-                behind, ungathered = [gather, *behind], p + 1 if ends else ungathered
+                following, ungathered = [gather, *following], p + 1 if ends else ungathered
             every, epochs = work.tests.epochs if p == last else None, part.epochs if part.trainable else 0
-            stretches.append(Epochs(train=train, epochs=epochs, behind=tuple(behind), every=every))
+            stretches.append(Epochs(train=train, epochs=epochs, following=tuple(following), every=every))
         return Phases([*stretches, *recovery_phases(work)])
 
     def loss(self, targets: Targets) -> PartitionLoss | None:
@@ -95,7 +97,7 @@ class SilMethod(Method):
         if config.ema is not None and config.recovery_epochs:
             yield "--ema does not go with --recovery-epochs, which begins with an optimizer of its own. Leave one out"
 
-    def trains_apart(self, config: Config) -> bool:
+    def trains_independently(self, config: Config) -> bool:
         return config.sil_inputs == "synthetic"
 
     def shuffles(self, config: Config) -> bool:
@@ -119,10 +121,10 @@ class SilMethod(Method):
                     "or use --method auto."
                 )
 
-    def lack_behind(self, config: Config, pack: RowPack, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
-        if not (pack.lack or pack.is_one) and config.sil_inputs == "synthetic":
+    def why_no_cut_after(self, config: Config, pack: RowPack, shape: tuple[int, ...], label_shape: tuple[int, ...]) -> str:
+        if not (pack.why_not or pack.is_one) and config.sil_inputs == "synthetic":
             return "other tensors go past it, and synthetic inputs stand for one tensor alone (--sil-inputs synthetic)"
-        return pack.lack or lack_of(config.objective_name, shape, label_shape)
+        return pack.why_not or why_unsuited(config.objective_name, shape, label_shape)
 
     def idle_options(self, config: Config, partitions: int) -> list[str]:
         given = list(map(flag_of, given_of(Sil, config)))

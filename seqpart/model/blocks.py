@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from seqpart.device.device import Device
 from seqpart.errors import ModelError
 from seqpart.model.compiled import Layers
-from seqpart.model.inspection import beside, left_as_they_are, packed_in, said_of, structure_of
+from seqpart.model.inspection import beside, left_as_they_are, modes_of, packed_in, structure_of
 from seqpart.model.loss_chunks import Head
 from seqpart.model.tensors import buffer_names, buffers_made, refuse_sharing, tensors_in_attributes, tensors_of
 from seqpart.store.layout import stride_of
@@ -222,13 +222,13 @@ class Chain(Sequence[Block]):
         """Returns a row of the data, (1, ...), which a block is run on if its shapes depend on values."""
 
     @property
-    def said(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Remarks on the model for the user: tiles, quantized layers, parts that stay in evaluation."""
         count = {whole: sum(one == whole for one in self.wholes.values()) for whole in self.wholes.values()}
         layers = ", ".join(f"{whole} ({many})" for whole, many in count.items() if whole.endswith("weight"))
         tiles = [f"in tiles of at most {format_size(self.tile)}, by rows: {layers}"] if self.tile else []
         alive = [block.alive for block in self._blocks if block.alive is not None]
-        return tiles + packed_in(alive) + said_of(alive)
+        return tiles + packed_in(alive) + modes_of(alive)
 
     @property
     def whole(self) -> "Chain":

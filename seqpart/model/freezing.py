@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqpart.errors import OptionError
 from seqpart.model.blocks import Block, Factory
-from seqpart.text import said_of, short
+from seqpart.text import short, with_suggestion
 
 EXPECTED = "patterns of parameter names with times, such as 'backbone.*=epoch 1,embed.*=update 500'"
 
@@ -64,9 +64,9 @@ class Frozen:
         parents = dict.fromkeys(f"{name[: at.start()]}.*" for name in known for at in re.finditer(r"\.", name))
         for option, patterns in (("--freeze", self.freeze), ("--unfreeze", [*self.unfreeze])):
             if strange := [one for one in patterns if not any(fnmatchcase(name, one) for name in known)]:
-                said = said_of(strange, [*parents, *known])
-                some = "" if said.endswith("?") else f" It has {', '.join(known[:3])}{', ...' if len(known) > 3 else ''}."
-                raise OptionError(f"{option}: expected patterns that match parameters of the model; found {said}{some}")
+                named = with_suggestion(strange, [*parents, *known])
+                some = "" if named.endswith("?") else f" It has {', '.join(known[:3])}{', ...' if len(known) > 3 else ''}."
+                raise OptionError(f"{option}: expected patterns that match parameters of the model; found {named}{some}")
 
 
 def _pair(text: str) -> tuple[str, Time]:

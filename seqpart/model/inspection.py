@@ -63,7 +63,7 @@ def stays(module: nn.Module) -> bool:
     return getattr(own, "__func__", None) is _stay
 
 
-def said_of(modules: Iterable[nn.Module]) -> list[str]:
+def modes_of(modules: Iterable[nn.Module]) -> list[str]:
     """Says which parts of the modules stay in evaluation mode: those without children, by type."""
     kept = (part for module in modules for part in module.modules() if stays(part))
     kinds = Counter(type(part).__name__ for part in kept if next(part.children(), None) is None)
@@ -90,13 +90,13 @@ class Packed:
     """The attribute `packed` of a module with quantized weights: the format, the number of weights, and its tensors that hold
     them: these have fewer elements, or others beside them.
 
-    said_in: name of the tensor that says how they are packed, which must not change; "" where none does.
+    layout_in: name of the tensor that says how they are packed, which must not change; "" where none does.
     """
 
     how: str
     weights: int
     tensors: tuple[str, ...]
-    said_in: str = ""
+    layout_in: str = ""
 
 
 def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype, autocast: torch.dtype | None) -> str:
@@ -105,18 +105,18 @@ def cure_of_types(tensors: Iterable[torch.Tensor], dtype: torch.dtype, autocast:
     found = {tensor.dtype for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.is_floating_point()}
     if not found or not dtype.is_floating_point or dtype in found:
         return ""
-    said, other = (str(kind).removeprefix("torch.") for kind in (min(found, key=str), dtype))
-    cures = [f"rows of {said} (x.to(torch.{said}))", "model.float()"]
-    if said == "float64":  # such rows become float32 where other weights are, or where factories are yet to make them
+    own, other = (str(kind).removeprefix("torch.") for kind in (min(found, key=str), dtype))
+    cures = [f"rows of {own} (x.to(torch.{own}))", "model.float()"]
+    if own == "float64":  # such rows become float32 where other weights are, or where factories are yet to make them
         cures[0] = "modules that are of float64 throughout"
     if autocast is None and found == {torch.bfloat16}:
         cures.append("--dtype bf16, which casts rows as it computes")
-    return f"Its weights are {said} and its input is {other}: give {', or '.join(cures)}."
+    return f"Its weights are {own} and its input is {other}: give {', or '.join(cures)}."
 
 
-def cure_of_tokens(said: str, dtype: torch.dtype) -> str:
-    """The cure for an embedding that failed with error `said` on rows of type `dtype`; "" where it is another failure."""
-    if not dtype.is_floating_point or "indices" not in said:
+def cure_of_tokens(error: str, dtype: torch.dtype) -> str:
+    """The cure for an embedding that failed with `error` on rows of type `dtype`; "" where it is another failure."""
+    if not dtype.is_floating_point or "indices" not in error:
         return ""
     return "An embedding takes tokens: give them as whole numbers of 64 bits (x.long()), which stay whole."
 
@@ -140,7 +140,7 @@ _OTHER_WORDS = {
 
 def in_other_words(reason: str) -> tuple[str, str]:
     """Returns (the meaning of torch's error `reason`, its cure); `reason` itself and "" for an unknown one."""
-    return next((words for said, words in _OTHER_WORDS.items() if said in reason), (reason, ""))
+    return next((words for part, words in _OTHER_WORDS.items() if part in reason), (reason, ""))
 
 
 def frozen_in(module: nn.Module, own: Mapping[str, torch.Tensor], trainable: Collection[str]) -> int:
@@ -167,11 +167,11 @@ def nothing_learns(frozen: int) -> ModelError:
 def packed_in(modules: Iterable[nn.Module]) -> list[str]:
     """Says how many layers have quantized weights, by format."""
     found = {id(packed): packed for module in modules for _, packed in packed_parts(module)}
-    said = []
+    remarks = []
     for how in dict.fromkeys(packed.how for packed in found.values()):
         alike = [packed.weights for packed in found.values() if packed.how == how]
-        said.append(f"{sum(alike):,} of the frozen weights in {how}, in {len(alike)} layers")
-    return said
+        remarks.append(f"{sum(alike):,} of the frozen weights in {how}, in {len(alike)} layers")
+    return remarks
 
 
 def packed_parts(module: nn.Module) -> Iterator[tuple[str, Packed]]:
@@ -185,9 +185,9 @@ def structure_of(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, priv
 
     private: also settings whose names begin with an underscore."""
     shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors.items())
-    said = getattr(module, "structure", None)
+    structure = getattr(module, "structure", None)
     parts = tuple((type(part), stays(part), _settings(part, private)) for part in module.modules())
-    return parts, shapes, said if isinstance(said, tuple) else ()
+    return parts, shapes, structure if isinstance(structure, tuple) else ()
 
 
 def digest_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:

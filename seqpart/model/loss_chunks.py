@@ -36,7 +36,7 @@ class Head:
     scores: Callable[[torch.Tensor], torch.Tensor]
     """Scores (n, classes) of states (n, inputs)."""
 
-    def said(self, chunks: int) -> str:
+    def note(self, chunks: int) -> str:
         """What a plan says of it."""
         return f"{self.name} and the loss go over {chunks} chunks of positions: the logits of a micro-batch never exist whole"
 

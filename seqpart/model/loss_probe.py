@@ -116,7 +116,7 @@ def generators_left_alone() -> Iterator[None]:
 def cure_of(problem: object) -> str:
     """The cure for labels that a loss fails on with such words, after a space; "" for other words."""
     known = ((_OF_ONE_HOT, _ONE_HOT_LABELS), (_OF_WHOLE_NUMBERS, _WHOLE_LABELS))
-    return next((cure for words, cure in known if any(said in str(problem) for said in words)), "")
+    return next((cure for words, cure in known if any(word in str(problem) for word in words)), "")
 
 
 @contextmanager

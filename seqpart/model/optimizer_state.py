@@ -420,14 +420,14 @@ def _kept(
         or type(tensor) not in (torch.Tensor, nn.Parameter)
         or (view.shape, view.dtype) != (tensor.shape, tensor.dtype)
     ):
-        was = "there was none in the trial steps" if view is None else f"it was {_said(view)} in the trial steps"
-        raise NoHomeError(f"{path!r} is {_said(tensor)}, and {was}")
+        was = "there was none in the trial steps" if view is None else f"it was {_in_words(view)} in the trial steps"
+        raise NoHomeError(f"{path!r} is {_in_words(tensor)}, and {was}")
     if tensor is not view and (tensor.data_ptr() != view.data_ptr() or tensor.stride() != view.stride()):
         moved.append((view, tensor))
     return ["t", path]
 
 
-def _said(tensor: torch.Tensor) -> str:
+def _in_words(tensor: torch.Tensor) -> str:
     return f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} ({tensor.dtype})"
 
 

@@ -185,7 +185,7 @@ class _Trial:
             states = [self._alone(steps, kind) for kind in wanted]
         return dict(zip(wanted, states, strict=True))
 
-    def _said(self, kind: TensorSpec) -> str:
+    def _in_words(self, kind: TensorSpec) -> str:
         return f"{self.names[kind]} of shape {kind.shape} ({kind.dtype})"
 
     def _alone(self, steps: int, kind: TensorSpec) -> State:
@@ -204,10 +204,10 @@ class _Trial:
         if isinstance(error, NoHomeError):
             raise OptionError(
                 f"optimizer {self.name}: its state {error}, so it has no fixed layout and cannot be offloaded. It is of "
-                f"{self._said(kind)}. {_OTHERS}"
+                f"{self._in_words(kind)}. {_OTHERS}"
             ) from None
         raise OptionError(
-            f"optimizer {self.name}: a trial step on {self._said(kind)} failed: {type(error).__name__}: {error}. Use an "
+            f"optimizer {self.name}: a trial step on {self._in_words(kind)} failed: {type(error).__name__}: {error}. Use an "
             "optimizer that takes it, or freeze it: requires_grad_(False)."
         ) from error
 
@@ -242,8 +242,8 @@ class _Trial:
                 continue
             if prod(kind.shape) > _MANY:
                 raise OptionError(
-                    f"optimizer {self.name}: it keeps other state for {self._said(kind)} than for a smaller one, and that is "
-                    f"too large to be tried. {_OTHERS}"
+                    f"optimizer {self.name}: it keeps other state for {self._in_words(kind)} than for a smaller one, and that "
+                    f"is too large to be tried. {_OTHERS}"
                 )
             small[kind] = kind
         return {kind: states[kind] for kind in small.values()}
@@ -380,8 +380,8 @@ def _first_difference(ones: Iterator[Step], others: Iterator[Step]) -> int | Non
     """The first step, from 1 on, after which parameters or their states differ; None if none does."""
     for step, ((mine, state), (theirs, kept)) in enumerate(zip(ones, others, strict=True), 1):
         if not _same(mine, theirs) or any(
-            words != said or one.keys() != other.keys() or not _same(list(one.values()), [other[key] for key in one])
-            for (words, _, one), (said, _, other) in zip(state, kept, strict=True)
+            words != others or one.keys() != other.keys() or not _same(list(one.values()), [other[key] for key in one])
+            for (words, _, one), (others, _, other) in zip(state, kept, strict=True)
         ):
             return step
     return None

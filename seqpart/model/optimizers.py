@@ -171,7 +171,7 @@ class Optimizer:
             found += [replace(parameter, name=f"{name}.{AVERAGE}")] if self.average is not None else []
         return Layout.of(found)
 
-    def tells_apart(self, name: str, parameter: nn.Parameter) -> bool:
+    def groups_by_identity(self, name: str, parameter: nn.Parameter) -> bool:
         """True if the options of a parameter depend on which object it is, and not on its name, form and attributes alone."""
         with tried(self.name):
             return self._options_of(name, parameter) != self._options_of(name, twin_of(parameter, parameter.detach()))
@@ -237,18 +237,18 @@ class Adopted:
         if isinstance(self.optimizer, RoundingSteps):
             self.optimizer.at(*place)
         take_step(self.optimizer)
-        with self._told():
+        with self._explained():
             self._state.settle()
         for averaging in self._averaging:
             averaging(*place)
 
     def write(self) -> None:
         """Writes what the optimizer knows besides tensors into the views, before these are saved. Raises OptionError."""
-        with self._told():
+        with self._explained():
             self._state.write()
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         try:
             yield
         except NoHomeError as error:

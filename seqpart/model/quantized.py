@@ -71,7 +71,7 @@ class Linear4bit(Quantized):
         self.format = Format(tuple(state.shape), state.blocksize, state.quant_type, state.dtype)
         self._compute_dtype = layer.compute_dtype
         self._scales = ("absmax", "nested_absmax", "nested_quant_map", "offset") if state.nested else ("absmax",)
-        self.packed = Packed(f"4 bits ({state.quant_type})", state.shape.numel(), tuple(tensors), said_in="quant_state")
+        self.packed = Packed(f"4 bits ({state.quant_type})", state.shape.numel(), tuple(tensors), layout_in="quant_state")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = x.dtype
@@ -201,7 +201,7 @@ def plain_tensors(model: object, device: str) -> Iterator[object]:
         yield model
         return
     for layer, name in layers.items():
-        if why := _lack_of(layer, device):
+        if why := _why_not(layer, device):
             version = getattr(library, "__version__", "")
             raise ModelError(f"{name or 'the model'} is a {type(layer).__name__} of bitsandbytes {version}, and {why}.")
     _refuse_norms_of_weights(model, layers)
@@ -254,14 +254,14 @@ def _places(layer: Any) -> list[_Place]:
     return [*places, (state, "absmax", "absmax"), *nested]
 
 
-def _lack_of(layer: Any, device: str) -> str:
+def _why_not(layer: Any, device: str) -> str:
     """Why the layer cannot be part of a model that is trained, in words; "" where it can."""
     if is_listened_to(layer):
         return "it has hooks, or a forward of its own, which would be left out. Remove them"
     if type(layer).__name__ not in _KINDS:
         return f"of its linear layers {', '.join(_KINDS)} are known. Take one of these"
     if _is_of_8_bits(layer):
-        return _lack_of_8_bits(layer, device)
+        return _why_not_8_bits(layer, device)
     if layer.weight.requires_grad:
         return (
             "its packed weight requires a gradient, which the library does not compute. Freeze it "
@@ -284,7 +284,7 @@ def _lack_of(layer: Any, device: str) -> str:
     return ""
 
 
-def _lack_of_8_bits(layer: Any, device: str) -> str:
+def _why_not_8_bits(layer: Any, device: str) -> str:
     if type(layer.weight).__name__ != "Int8Params" or layer.state.has_fp16_weights:
         return "its weights are trained in 16 bits. Build it with has_fp16_weights=False, freeze it, and let an adapter learn"
     if layer.weight.dtype is not torch.int8:

@@ -179,7 +179,7 @@ def reduction_of(
     rows of micro-batches: then a number of the batch may be one of each micro-batch. Raises OptionError where it cannot be
     found, DataError where the loss fails.
     """
-    known = said(loss)
+    known = stated_reduction(loss)
     if known is None or (known.counts is not None and not _is_ours(known.counts)):
         if getattr(loss, "from_layers", False) and batch is not None and not chosen:
             raise _of_the_batch(loss, batch)
@@ -201,7 +201,7 @@ def takes_classes_first(loss: LossFunction) -> bool:
     return _of_torch(loss) is not None and plain_of(loss) not in (token_cross_entropy, partially_separable)
 
 
-def said(loss: LossFunction) -> Reduction | None:
+def stated_reduction(loss: LossFunction) -> Reduction | None:
     """The reduction that is known without a trial; None for a loss that must be tried."""
     if loss in OF_NUMBERS:
         return Reduction()
@@ -227,7 +227,7 @@ def holds(labels: torch.Tensor, value: int | None) -> bool:
 
 def ignored_label(loss: LossFunction | None) -> int | None:
     """The label that does not count: as torch's cross-entropy says; IGNORED for the default loss; None for others."""
-    known = None if loss is None else said(loss)
+    known = None if loss is None else stated_reduction(loss)
     return IGNORED if loss is None else known.ignored if known is not None else None
 
 
@@ -236,8 +236,8 @@ def _of_torch(loss: Any) -> tuple[torch.Tensor | None, int, str] | None:
     if plain_of(loss) in (token_cross_entropy, partially_separable):
         return None, IGNORED, "mean"
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        told = type(loss).forward in OF_MODULES and loss.reduction != "none"
-        return (loss.weight, loss.ignore_index, loss.reduction) if told else None
+        known = type(loss).forward in OF_MODULES and loss.reduction != "none"
+        return (loss.weight, loss.ignore_index, loss.reduction) if known else None
     partial = isinstance(loss, functools.partial)
     function, keywords = (loss.func, loss.keywords) if partial else (loss, {})
     if function not in (F.cross_entropy, F.nll_loss) or (partial and loss.args):
@@ -340,7 +340,7 @@ class _Trial:
     def __init__(
         self, loss: Any, reduction: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor
     ) -> None:
-        self._loss, self._said, self._dtype = loss, reduction, dtype
+        self._loss, self._known, self._dtype = loss, reduction, dtype
         self._packed, self._example = getattr(loss, "takes_bytes", False), getattr(loss, "example", torch.positive)
         self._shape, self._labels, self._rows = shape, labels, (2, 4)
         nbytes = math.prod(shape) * dtype.itemsize
@@ -359,9 +359,9 @@ class _Trial:
 
     def result(self) -> Reduction:
         if self._too_large:
-            if self._said is None:
+            if self._known is None:
                 raise _CannotBeTried(f"loss {name_of(self._loss)}: its outputs are too large for a trial. {_CURE}")
-            return self._said
+            return self._known
         change = self._outputs()
         if self._differs(0, 0):
             raise OptionError(f"loss {name_of(self._loss)}: {_REMEMBERS}")
@@ -375,16 +375,16 @@ class _Trial:
             pairs = pairs or whole[1] is not None
             kinds &= self._fitting(whole, parts, at / len(labels))
         if not kinds and self._differs(0, 1):
-            if self._said is None:
+            if self._known is None:
                 raise _CannotBeTried(f"loss {name_of(self._loss)}: it draws random numbers, so it cannot be tried. {_CURE}")
-            return self._said
-        if self._said is not None and Kind.COUNTED not in kinds:
+            return self._known
+        if self._known is not None and Kind.COUNTED not in kinds:
             raise OptionError(
                 f"loss {name_of(self._loss)}: `counts` says what its mean is divided by, and on a small batch it did not add "
                 "up: the losses of two parts, weighted by their counts, are not the loss of the whole."
             )
-        if self._said is not None:
-            return replace(self._said, tried=True)
+        if self._known is not None:
+            return replace(self._known, tried=True)
         if pairs and Kind.COUNTED not in kinds:
             raise OptionError(
                 f"loss {name_of(self._loss)}: it returned (sum, count), and one of them is not the sum of its parts'."
@@ -415,7 +415,7 @@ class _Trial:
             found.add(Kind.SUM)
         if len(counts) == 3 and _near(counts[0], counts[1] + counts[2], counts[0]):
             # A loss that returns (sum, count) has given the sum already.
-            sums = (value, one + other) if self._said is None else (value * counts[0], one * counts[1] + other * counts[2])
+            sums = (value, one + other) if self._known is None else (value * counts[0], one * counts[1] + other * counts[2])
             if _near(*sums, abs(sums[0]) + abs(sums[1])):
                 found.add(Kind.COUNTED)
         return found
@@ -423,8 +423,8 @@ class _Trial:
     def _judge(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[float, float | None]:
         """Returns (loss, count or None); a mean over nothing is 0."""
         count = None
-        if self._said is not None and self._said.counts is not None:
-            count = _number(self._said.counts(labels))
+        if self._known is not None and self._known.counts is not None:
+            count = _number(self._known.counts(labels))
             if not count:
                 return 0.0, count
         found = self._loss(self._example(output), labels.clone())  # it may write into them

@@ -89,12 +89,12 @@ class Scheduler:
         if done < self._done:
             self._begin()
         values = [value for update, value in self._measured() if update <= done] if self.waits else []
-        if self._told != values[: len(self._told)]:  # the run went back
+        if self._metrics != values[: len(self._metrics)]:  # the run went back
             self._begin()
-        for value in values[len(self._told) :]:
+        for value in values[len(self._metrics) :]:
             with self._setting("it failed"):
                 self._scheduler.step(value)
-            self._told.append(value)
+            self._metrics.append(value)
         while self._done < done and not self.waits:
             self._optimizer.step()  # schedulers warn where none comes before theirs
             self._look()
@@ -109,7 +109,7 @@ class Scheduler:
     def _setting(self, failed: str) -> Iterator[None]:
         """A context for the scheduler's work: notes the options that it sets."""
         before = [dict(group) for group in self._optimizer.param_groups]
-        with _told(failed), without_compiler():
+        with _explained(failed), without_compiler():
             yield
         for then, group in zip(before, self._optimizer.param_groups, strict=True):
             self._names |= {name for name, value in group.items() if name != "params" and not _same(value, then.get(name))}
@@ -118,7 +118,7 @@ class Scheduler:
         self.sets_momentum = self.sets_momentum or any(group.get("momentum") for group in self._optimizer.param_groups)
 
     def _begin(self) -> None:
-        self._told: list[float] = []
+        self._metrics: list[float] = []
         self._done, self._optimizer = 0, self._whole.begin()
         self._names = {"lr"}
         with self._setting("it failed"):
@@ -156,7 +156,7 @@ def _same(one: object, other: object) -> bool:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _explained(what: str) -> Iterator[None]:
     """A context for the user's code: its errors become OptionError."""
     try:
         yield

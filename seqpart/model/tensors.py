@@ -173,12 +173,12 @@ def refuse_sharing(tensors: Mapping[str, torch.Tensor], attributes: Mapping[str,
             if parameter.requires_grad and tensor is not parameter and _overlap(tensor, parameter)
         ]
     if pairs:
-        said = ", ".join(f"{one} and {other}" for one, other in pairs[:3])
+        named = ", ".join(f"{one} and {other}" for one, other in pairs[:3])
         cure = "Let both names be one parameter (b.weight = a.weight), or give each its own (.clone())."
         if any(other.rpartition(".")[2] == f"{one.rpartition('.')[2]}_orig" for one, other in pairs):
             cure = "Use torch.nn.utils.parametrizations.spectral_norm instead of torch.nn.utils.spectral_norm."
         raise ModelError(
-            f"tensors that share memory without being one: {said}. A change of one would be seen in the other, and here each "
+            f"tensors that share memory without being one: {named}. A change of one would be seen in the other, and here each "
             f"is stored by itself. {cure}"
         )
 

@@ -291,8 +291,8 @@ def first_that_fits(
 
 def whole_names(model: nn.Module) -> dict[str, str]:
     """{name of a tile's parameter in the state_dict: name of the layer's parameter}, for all tiles of a model in order."""
-    if (said := getattr(model, "wholes", None)) is not None:
-        return dict(said)
+    if (known := getattr(model, "wholes", None)) is not None:
+        return dict(known)
     return {
         f"{path}.{number}.{leaf}": f"{path}.{leaf}"
         for path, module in model.named_modules(remove_duplicate=False)

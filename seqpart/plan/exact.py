@@ -46,7 +46,7 @@ _SPEEDS_ERR = 0.1
 
 
 def choose_exact(
-    problem: Problem, methods: Sequence[Method], told: PlanWording = AS_ASKED
+    problem: Problem, methods: Sequence[Method], wording: PlanWording = AS_ASKED
 ) -> tuple[Method, Candidate, tuple[str, ...]]:
     """Returns the fastest exact method and candidate that fit, and why. Raises DoesNotFit, naming what would help."""
     if 1 in (problem.count, len(problem.starts or ())):  # in one partition all methods are one
@@ -58,7 +58,7 @@ def choose_exact(
     best = _simplest(found)
     why = _whys_of_pairs(best) if best.method.in_pairs else _whys(problem, best)
     best = replace(best, candidate=replace(best.candidate, why=why, seconds=best.seconds))
-    return best.method, best.candidate, tuple(_reasons(problem, best, tried, told))
+    return best.method, best.candidate, tuple(_reasons(problem, best, tried, wording))
 
 
 def _simplest(found: Sequence[Prediction]) -> Prediction:
@@ -235,10 +235,10 @@ def _cure(problem: Problem, smallest: Prediction, blocks: int, cost: PartitionCo
 
 
 def _reasons(
-    problem: Problem, best: Prediction, tried: Sequence[tuple[Method, Prediction | None]], told: PlanWording
+    problem: Problem, best: Prediction, tried: Sequence[tuple[Method, Prediction | None]], wording: PlanWording
 ) -> Iterator[str]:
-    if told.method:
-        yield f"method {best.method.name} {told.method}"
+    if wording.method:
+        yield f"method {best.method.name} {wording.method}"
     elif len(tried) > 1:
         parts = []
         for method, prediction in tried:
@@ -257,17 +257,17 @@ def _reasons(
     if best.method.in_pairs:
         yield _element(best)
     if count > 1:
-        asked = f" {told.cut}" if (problem.count or problem.starts) and not best.method.in_pairs else ""
+        asked = f" {wording.cut}" if (problem.count or problem.starts) and not best.method.in_pairs else ""
         yield f"{count} partitions{asked}{_shared(best)}"
         if problem.saved is not None and not _as_saved(problem.saved, best):
-            yield told.otherwise
+            yield wording.otherwise
         yield from _in_runs(candidate.why)
         yield f"boundaries wait on {tiers_in_words(candidate.resources.tiers)}"
         yield from _bound(best)
     yield from _steps_in_words(problem, best)
     yield from candidate.heap_reason
     if candidate.micro_batch < problem.batch_size:
-        asked = told.micro_batch if problem.micro_batch else "the largest that fits"
+        asked = wording.micro_batch if problem.micro_batch else "the largest that fits"
         yield f"micro-batch {candidate.micro_batch} of {problem.batch_size}: {asked}"
 
 
@@ -325,9 +325,9 @@ def _whys(problem: Problem, best: Prediction) -> tuple[str, ...]:
     }
     left = f"{format_size(max(0, problem.available - best.peak))} are left"
     return tuple(
-        "; ".join(filter(None, said))
+        "; ".join(filter(None, reasons))
         for p in range(len(best.candidate.parts))
-        for said in [
+        for reasons in [
             (
                 _why_there(best, p, options, left), _why_graph(best, p, options, left, problem.machine.host_tier),
                 _why_boundary(best, p, options, left),
@@ -417,5 +417,5 @@ def _named(numbers: Iterable[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    said = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-    return f"partition {said}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"partitions {said}"
+    listed = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    return f"partition {listed}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"partitions {listed}"

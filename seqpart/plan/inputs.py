@@ -127,7 +127,7 @@ class Inputs:
         settings, train, test, device = self.settings, self.train, self.test, self.device
         self.methods, self.late = settings.methods, dict[str, int]()
         """late: {name of a parameter that is frozen at first: number of updates before it learns}."""
-        self.tells_apart = False
+        self.groups_by_identity = False
         """True if the user's optimizer has groups by which objects parameters are, so that others cannot stand for them."""
         self.exact, self.alone = self.methods[0].exact, self.methods[0].alone
         if settings.partitions not in ("auto", 1):  # `auto` takes a method that can
@@ -252,7 +252,7 @@ class Inputs:
     def _refuse_ranks(self) -> None:
         """Raises OptionError for batches that several processes cannot share."""
         settings, count = self.settings, self.ranks.count
-        if self.trains_apart:
+        if self.trains_independently:
             if settings.tests != AT_THE_END:
                 raise OptionError(
                     f"--eval-every needs the whole network, whose partitions {count} processes train at the same time with "
@@ -361,22 +361,22 @@ class Inputs:
         """Raises OptionError if a partition may not begin at one of `starts`, because of the block before it."""
         for start in starts[1:]:
             cost = self.costs_at(self.full_batch)[start - 1]
-            if lack := self._lack_behind(cost):
+            if why_not := self._why_no_cut_after(cost):
                 raise OptionError(
-                    f"{option}: {self.chain[start - 1]} returns rows of shape {cost.output_shape}, and {lack}. Cut "
+                    f"{option}: {self.chain[start - 1]} returns rows of shape {cost.output_shape}, and {why_not}. Cut "
                     "elsewhere, or use --method auto."
                 )
 
-    def cuts_behind(self, cost: BlockCost) -> bool:
+    def can_cut_after(self, cost: BlockCost) -> bool:
         """True if a partition may end with this block: its loss may need an output of some shape."""
-        return not self._lack_behind(cost)
+        return not self._why_no_cut_after(cost)
 
-    def _lack_behind(self, cost: BlockCost) -> str:
+    def _why_no_cut_after(self, cost: BlockCost) -> str:
         """Why a partition may not end with this block, in words; "" if it may."""
         if not self.alone:
             return ""
         label_shape = tuple(self.train.labels.shape[1:])
-        return self.methods[0].lack_behind(self.settings, self.row_pack(cost), cost.output_shape, label_shape)
+        return self.methods[0].why_no_cut_after(self.settings, self.row_pack(cost), cost.output_shape, label_shape)
 
     def _try_optimizers(self) -> None:
         """Tries the optimizers on every kind of trainable parameter."""
@@ -401,7 +401,7 @@ class Inputs:
                     self.methods = tuple(method for method in self.methods if not method.cuts)
                     refuse_joint(optimizer, self.methods, late=late)
             if self._optimizer is not None and (self.settings.ram_limit or not self.device.shares_memory):
-                self.tells_apart = any(map(self._optimizer.tells_apart, *self._given()))
+                self.groups_by_identity = any(map(self._optimizer.groups_by_identity, *self._given()))
 
     def whole_optimizer(self, optimizer: Optimizer) -> Whole:
         """Returns an optimizer with the groups of all parameters that learn at any time, in the model's order. The user's is
@@ -494,13 +494,13 @@ class Inputs:
         return min(self.settings.recovery_batch_size or self.largest_batch, self.train.count)
 
     @property
-    def trains_apart(self) -> bool:
+    def trains_independently(self) -> bool:
         """True if each of several processes trains subnets or partitions of its own."""
-        return self.ranks.count > 1 and self.settings.methods[0].trains_apart(self.settings)
+        return self.ranks.count > 1 and self.settings.methods[0].trains_independently(self.settings)
 
-    def shared(self, rows: int, *, apart: bool = True) -> int:
-        """Returns the most rows of these that one of the processes takes. apart: False for a pass that all of them share."""
-        return rows if apart and self.trains_apart else -(-rows // self.ranks.count)
+    def shared(self, rows: int, *, independent: bool = True) -> int:
+        """Returns the most rows of these that one process takes. independent: False for a pass that all share."""
+        return rows if independent and self.trains_independently else -(-rows // self.ranks.count)
 
     def optimizers(self, count: int, *, recovery: bool = False) -> tuple[Optimizer, ...]:
         """One optimizer for each of `count` partitions; in recovery the learning rate may differ."""
@@ -571,7 +571,7 @@ class Inputs:
 
         def cost(block: BlockCost) -> tuple[int, int]:
             is_last = any(block is last for last in lasts)
-            if not is_last and not (inner and self.cuts_behind(block)):
+            if not is_last and not (inner and self.can_cut_after(block)):
                 return 0, 0  # no partition's loss follows this block, and none may suit its shape
             return self._measured_loss(
                 method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last, request.loss_chunks

@@ -58,17 +58,17 @@ def _starts(problem: Problem, first: int, last: int, number: int) -> dict[str, o
     return {"starts": None, "count": None} if number == 0 else {"starts": starts, "count": count}
 
 
-def choose_cuts(problem: Problem, parts: Parts, told: PlanWording) -> Cuts:
+def choose_cuts(problem: Problem, parts: Parts, wording: PlanWording) -> Cuts:
     """Cuts at the largest micro-batch at which the whole can be tested and a subnet trained. Raises DoesNotFit, in words."""
     whole, subnet = piece_of(problem, 0, trained=False), piece_of(problem, 1)
     refusals: list[DoesNotFit] = []
     if not problem.micro_batch:
-        told = replace(told, micro_batch="the largest that fits")
+        wording = replace(wording, micro_batch="the largest that fits")
     for rows in micro_batches(problem):
         if not measurable(problem, rows):
             break
         try:
-            return _cuts_at(whole, subnet, rows, told)
+            return _cuts_at(whole, subnet, rows, wording)
         except DoesNotFit as refusal:
             refusals.append(refusal)
     least = min(refusals, key=lambda refusal: refusal.smallest or problem.limit)
@@ -78,15 +78,15 @@ def choose_cuts(problem: Problem, parts: Parts, told: PlanWording) -> Cuts:
     raise refused(f"{least.message}{words}", least.smallest or problem.limit, least.rows)
 
 
-def _cuts_at(whole: Problem, subnet: Problem, rows: int, told: PlanWording) -> Cuts:
+def _cuts_at(whole: Problem, subnet: Problem, rows: int, wording: PlanWording) -> Cuts:
     tested, asked = _tested(whole, rows), replace(subnet, micro_batch=rows)
     one = (subnet.count or 1) == 1 and len(subnet.starts or (0,)) == 1
     try:
-        _, candidate, reasons = choose_exact(asked, (FULL if one else STREAMED,), told)
+        _, candidate, reasons = choose_exact(asked, (FULL if one else STREAMED,), wording)
     except DoesNotFit:
         if not one or subnet.count or subnet.starts:
             raise
-        _, candidate, reasons = choose_exact(asked, (STREAMED,), told)
+        _, candidate, reasons = choose_exact(asked, (STREAMED,), wording)
     return Cuts(whole=tested, subnet=candidate, subnet_reasons=reasons)
 
 
@@ -124,7 +124,7 @@ def test_peak(problem: Problem, part: Part, rows: int) -> int:
     """Peak bytes of the process or device while the partition alone runs on test rows."""
     count = min(problem.test_rows or problem.train_rows, 2 * rows)
     test = Phase(kind=PhaseKind.TEST, partition=0, rows=count, batch=rows, micro_batch=rows)
-    phases = Phases([Epochs(train=test, epochs=0, behind=(test,))])
+    phases = Phases([Epochs(train=test, epochs=0, following=(test,))])
     candidate: Candidate = Candidate(rows, (part,))
     walked, steps, _ = simulate(phases, [part[2]], problem.machine.speeds, candidate.resources)
     return max(peaks_by_partition(problem, candidate, walked, steps))
@@ -211,14 +211,14 @@ class SubnetPreparation(Planner):
         asked, refusal = problem, None
         for _ in range(_ATTEMPTS):
             try:
-                cuts = choose_cuts(asked, self.parts, request.told)
+                cuts = choose_cuts(asked, self.parts, request.wording)
             except DoesNotFit as error:
                 raise refusal or error from None
             candidate, peak = self._fitting(problem, method, request, self._joint(problem, cuts))
             if peak <= problem.available:
                 whole, each = len(cuts.whole), len(cuts.subnet.parts)
                 return method, candidate, (
-                    *self.parts.said, *self._said(whole, each), *cuts.subnet_reasons, *candidate.heap_reason
+                    *self.parts.notes, *self._reasons(whole, each), *cuts.subnet_reasons, *candidate.heap_reason
                 )  # fmt: skip
             # Partitions of the whole and of a subnet share the slots, each as large as the largest partition needs.
             asked = replace(asked, limit=asked.limit - (peak - problem.available))
@@ -243,7 +243,7 @@ class SubnetPreparation(Planner):
             why=(*[""] * whole, *found.why * self.count), seconds=0.0,
         )  # fmt: skip
 
-    def _said(self, whole: int, each: int) -> Iterable[str]:
+    def _reasons(self, whole: int, each: int) -> Iterable[str]:
         updates = -(-self.epoch_rows // self.full_batch)
         local, left = min(self.local_steps, updates), updates % self.local_steps
         last = f", {left} in the last of an epoch" if left and left != local else ""

@@ -224,7 +224,7 @@ class PlanRequest:
     """Bytes of the limit that the plan must leave, because one that fitted ran out of memory."""
     saved: Plan | None = None
     """A plan whose choices are to be reused."""
-    told: PlanWording = AS_ASKED
+    wording: PlanWording = AS_ASKED
     loss_chunks: Positive = 1
     """Chunks of positions that the loss is computed over."""
     draft: bool = False

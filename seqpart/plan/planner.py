@@ -113,7 +113,7 @@ class Planner(Inputs):
             batch_size=batch, the_batch=None if self.the_batch is None else self.shared(self.the_batch),
             micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
-            cuts_behind=self.cuts_behind, every_learns=not self.exact, learns_alone=self.row_pack.has_one_that_learns,
+            can_cut_after=self.can_cut_after, every_learns=not self.exact, learns_alone=self.row_pack.has_one_that_learns,
             train_rows=self.epoch_rows,
             test_rows=self.test.count, saved=request.saved, auto=self.settings.method == "auto",
             draft=request.draft, steps=self._steps(request),
@@ -232,8 +232,8 @@ class Planner(Inputs):
         recovery = self._recovery(request, problem, candidate)
         reasons = (*reasons, *self._recovery_reasons(recovery))
         if self.chain.head is not None:
-            reasons = (*reasons, self.chain.head.said(request.loss_chunks))
-        reasons = (*reasons, *self.chain.said, *self.reading.said, *self.trials.said)
+            reasons = (*reasons, self.chain.head.note(request.loss_chunks))
+        reasons = (*reasons, *self.chain.notes, *self.reading.notes, *self.trials.notes)
         whole = self.chain.whole
         reasons = (*reasons, *stages_in_words(whole, block_costs[: len(whole)], self.late, self.settings.frozen))
         optimizers = self._optimizers(candidate)
@@ -241,10 +241,10 @@ class Planner(Inputs):
         phases = method.phases(self._workload(candidate, training, recovery))
         row_packs = tuple(self.row_pack(block_costs[last - 1]) for _, last, _ in candidate.parts)
         streamed = recovery.candidate if recovery is not None else candidate
+        largest = max(problem.batch_size, self.shared(self.recovery_batch, independent=False))
         exchange_bytes = planning.host_boundaries(
-            replace(problem, batch_size=max(problem.batch_size, self.shared(self.recovery_batch, apart=False))), streamed.parts,
-            streamed.micro_batch, streamed.resources.tiers,
-        )  # fmt: skip
+            replace(problem, batch_size=largest), streamed.parts, streamed.micro_batch, streamed.resources.tiers
+        )
         rooms = planning.graph_rooms(
             costs, candidate.resources.graphs_at_host,
             planning.graphs_at_once(method, problem.batch_size, candidate.micro_batch),
@@ -279,16 +279,16 @@ class Planner(Inputs):
     def _choose(self, problem: Problem, request: PlanRequest) -> tuple[Method, Candidate, tuple[str, ...]]:
         """Chooses method, cut and micro-batch, and says why. Raises DoesNotFit."""
         if not self.alone:
-            return choose_exact(problem, request.methods, request.told)
-        candidate, reasons = choose_cut(problem, request.told)
-        if self.trains_apart:
+            return choose_exact(problem, request.methods, request.wording)
+        candidate, reasons = choose_cut(problem, request.wording)
+        if self.trains_independently:
             if (found := len(candidate.parts)) < (count := self.ranks.count):
                 raise OptionError(
                     f"{found} partition(s) are trained by {count} processes, each of which takes at least one. Give "
                     f"--partitions {count}, or start fewer."
                 )
-            said = f"partition p is process p mod {count}'s, and waits for nothing of the others (this is no pipeline)"
-            reasons = (*reasons, f"{count} processes train partitions at the same time: {said}")
+            each = f"partition p is process p mod {count}'s, and waits for nothing of the others (this is no pipeline)"
+            reasons = (*reasons, f"{count} processes train partitions at the same time: {each}")
         return request.methods[0], candidate, (*reasons, *request.methods[0].idle_options(self.settings, len(candidate.parts)))
 
     def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
@@ -321,7 +321,7 @@ class Planner(Inputs):
             )
         asked = replace(
             problem, starts=tuple(part[0] for part in candidate.parts), count=None, known={},
-            batch_size=(batch := self.shared(self.recovery_batch, apart=False)), the_batch=batch,
+            batch_size=(batch := self.shared(self.recovery_batch, independent=False)), the_batch=batch,
             loss_of=partial(self.loss_cost, request, true=True), saved=request.recovery,
         )  # fmt: skip
         found = fastest_of(asked, STREAMED)
@@ -370,7 +370,7 @@ class Planner(Inputs):
 
     def _exchanged(self, candidate: Candidate, costs: Sequence[PartitionCost]) -> tuple[int, str]:
         """Returns the bytes that each exchange between processes is of, and when it is, in words."""
-        if self.trains_apart:
+        if self.trains_independently:
             return sum(cost.weights for cost in costs) // len(costs), "a trained partition, of {} on average, is shared"
         gradients = sum(cost.gradients for cost in costs if cost.trainable)
         return gradients // (len(costs) if self.alone else 1), "an update exchanges {} of gradients"
@@ -413,13 +413,13 @@ class Planner(Inputs):
                 "--optimizer-on host: weights and optimizer state must be in host memory, and there is none for them. Give "
                 "--ram-limit."
             )
-        if asked == "host" and self.tells_apart:
+        if asked == "host" and self.groups_by_identity:
             raise OptionError(
                 "--optimizer-on host: the optimizer's function tells parameters apart by which objects they are, and steps on "
                 "the host are made with others of the same names and attributes. Let it go by names (a parameter called "
                 "named_parameters), or give --optimizer-on device."
             )
-        if self.tells_apart or self.alone or method.in_pairs or method.has_subnets or asked == "device" or not budget:
+        if self.groups_by_identity or self.alone or method.in_pairs or method.has_subnets or asked == "device" or not budget:
             return (False,)
         return (True,) if asked == "host" else (False, True) if saved is None else (bool(saved.host_steps),)
 
@@ -476,13 +476,13 @@ class Planner(Inputs):
             )  # fmt: skip
         if recovery is not None:
             seconds += recovery.seconds * self._updates(self.settings.recovery_epochs, self.recovery_batch)
-        (exchanged, said), others = self._exchanged(candidate, costs), self.ranks.count - 1
+        (exchanged, words), others = self._exchanged(candidate, costs), self.ranks.count - 1
         waits, saves = self.ranks.seconds_of(exchanged), self.settings.save_every != "never"
         divided = None if saves else dividing(phases)
         own = [cost for p, cost in enumerate(costs) if divided is None or divided.owner_of(p) == divided.rank]
         if others:
             seconds += waits * sum(phase.updates * times for phase, times in counted(phases) if phase.ranks > 1)
-            reasons = (*reasons, f"{said.format(format_size(exchanged))} with {others} other process(es): {waits:.3g} s")
+            reasons = (*reasons, f"{words.format(format_size(exchanged))} with {others} other process(es): {waits:.3g} s")
         return Plan(
             method=method.name, device=self.device.name, limit=problem.limit, margin=margin_of(problem.limit),
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
@@ -492,7 +492,7 @@ class Planner(Inputs):
                 all_states=not self.alone or bool(self.settings.recovery_epochs) or self.settings.averages,
                 remembers=self.settings.keep_best), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
-            slots=used.resources.slots, update_seconds=round(candidate.seconds + waits * (not self.trains_apart), 4),
+            slots=used.resources.slots, update_seconds=round(candidate.seconds + waits * (not self.trains_independently), 4),
             heap=used.heap, tile=self.chain.tile, loss_chunks=loss_chunks,
             live_bytes=self.live_bytes, frozen=sum(cost.frozen for cost in costs),
         )  # fmt: skip

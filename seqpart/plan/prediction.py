@@ -166,7 +166,7 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
     train = replace(whole_network(work, streamed=not method.stays), epoch=1)
     # The first update loads what later ones find loaded: with one update an epoch, the first of these is in the second epoch.
     epochs = WALKED_UPDATES if rows <= batch else 1
-    return Phases([Epochs(train=train, epochs=epochs, behind=test_phases(work, stays=method.stays))])
+    return Phases([Epochs(train=train, epochs=epochs, following=test_phases(work, stays=method.stays))])
 
 
 def works_of(predicted_steps: Sequence[PredictedStep], partitions: int) -> tuple[int, ...]:

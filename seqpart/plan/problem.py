@@ -103,7 +103,7 @@ class Problem:
     input_row: RowLayout
     row_pack: Callable[[BlockCost], RowPack]
     """Layout of a row of the boundary cache after a block."""
-    cuts_behind: Callable[[BlockCost], bool]
+    can_cut_after: Callable[[BlockCost], bool]
     """True if a partition may end with this block."""
     every_learns: bool = False
     """True if each partition must have trainable parameters: it has a loss of its own, or is part of a subnet."""
@@ -228,7 +228,7 @@ def starts_of(problem: Problem) -> list[int]:
     begin = [
         number for number, cost in enumerate(costs) if cost.trainable or cost.tied or (cost.frozen and not problem.every_learns)
     ]
-    return [0, *(number for number in begin[1:] if problem.cuts_behind(costs[number - 1]))]
+    return [0, *(number for number in begin[1:] if problem.can_cut_after(costs[number - 1]))]
 
 
 class _Grown:

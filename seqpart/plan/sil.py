@@ -36,19 +36,19 @@ SMALLEST_EASY_MICRO_BATCH = 32
 """Smaller micro-batches slow the matrix kernels down; they are taken only when nothing else fits."""
 
 
-def choose_cut(problem: Problem, told: PlanWording = AS_ASKED) -> tuple[Candidate, tuple[str, ...]]:
+def choose_cut(problem: Problem, wording: PlanWording = AS_ASKED) -> tuple[Candidate, tuple[str, ...]]:
     """The fewest partitions that fit, at the largest micro-batch that allows so few. Raises DoesNotFit that says why.
 
     If possible, cuts only where no other differentiable value crosses: a partition's loss judges one value alone.
     """
-    alone = replace(problem, cuts_behind=lambda cost: problem.cuts_behind(cost) and problem.learns_alone(cost))
+    alone = replace(problem, can_cut_after=lambda cost: problem.can_cut_after(cost) and problem.learns_alone(cost))
     best = _fewest(alone)
     if best is None and starts_of(alone) != starts_of(problem):
         best = _fewest(problem)
     if best is None:
         raise _does_not_fit(problem)
     best = _with_heap(problem, best)
-    return best, _reasons(problem, best, told)
+    return best, _reasons(problem, best, wording)
 
 
 def _fewest(problem: Problem) -> Candidate | None:
@@ -212,18 +212,18 @@ def _named(problem: Problem, first: int, last: int) -> str:
     return str(block) if last - first == 1 else f"blocks {first}..{last - 1}, from {block.kind} on,"
 
 
-def _reasons(problem: Problem, best: Candidate, told: PlanWording) -> tuple[str, ...]:
+def _reasons(problem: Problem, best: Candidate, wording: PlanWording) -> tuple[str, ...]:
     count = len(best.parts)
     reasons = []
     if problem.starts is not None:
-        reasons.append(f"{count} partition(s): {told.cut}")
+        reasons.append(f"{count} partition(s): {wording.cut}")
     elif count > 1:
-        asked = told.cut if problem.count else f"the fewest that stay under {format_size(problem.limit)}"
+        asked = wording.cut if problem.count else f"the fewest that stay under {format_size(problem.limit)}"
         reasons.append(f"{count} partitions: {asked}; cut where the boundary is smallest, then in balance")
     else:
         reasons.append("1 partition: the whole network fits, so nothing is cut")
     reasons += best.heap_reason
     if best.micro_batch < problem.batch_size:
-        asked = told.micro_batch if problem.micro_batch else "the largest that fits with so few partitions"
+        asked = wording.micro_batch if problem.micro_batch else "the largest that fits with so few partitions"
         reasons.append(f"micro-batch {best.micro_batch} of {problem.batch_size}: {asked}")
     return tuple(reasons)

@@ -50,13 +50,13 @@ def stages_in_words(chain: Chain, costs: Sequence[BlockCost], late: Mapping[str,
         return []
     specs = dict(_trainable(chain, costs))
     numbers = sum(prod(spec.shape) for spec in specs.values()) + sum(cost.frozen for cost in costs)
-    said, starts = list[str](), sorted({0, *late.values()})
+    found, starts = list[str](), sorted({0, *late.values()})
     for start in starts:
         learn = [spec for name, spec in specs.items() if late.get(name, 0) <= start]
         count, nbytes = sum(prod(spec.shape) for spec in learn), sum(spec.nbytes for spec in learn)
         room = ", which the plan is made for" if start == starts[-1] and start else ""
-        said.append(f"from update {start + 1:,} on {count:,} of {numbers:,} weights learn ({format_size(nbytes)}){room}")
-    return said
+        found.append(f"from update {start + 1:,} on {count:,} of {numbers:,} weights learn ({format_size(nbytes)}){room}")
+    return found
 
 
 def _trainable(chain: Chain, costs: Sequence[BlockCost]) -> Iterator[tuple[str, TensorSpec]]:

@@ -71,9 +71,9 @@ class InitialWeights:
         match = matched(list(here), files.tensors)
         self._sources: dict[int, dict[str, tuple[str, int]]] = {}
         """{block: {name of its tensor: (name in the files, elements there before it)}}."""
-        unlike = {name: said for name, other in match.found.items() if (said := _unlike(here[name], files.tensors[other].spec))}
+        unlike = {name: how for name, other in match.found.items() if (how := _unlike(here[name], files.tensors[other].spec))}
         kept = {name for name in unlike if partial and here[name].shape != files.tensors[match.found[name]].spec.shape}
-        if wrong := [f"{name} is {said}" for name, said in unlike.items() if name not in kept]:
+        if wrong := [f"{name} is {how}" for name, how in unlike.items() if name not in kept]:
             raise ModelError(
                 f"{files.path} holds the weights of another model: {_some(wrong)}. With --weights-partial those of another "
                 "shape stay as initialized."
@@ -131,7 +131,7 @@ class InitialWeights:
             "ignored, since the model does not have them": unexpected,
         }
         remarks = [f"{what}: {_some(names)}" for what, names in others.items() if names]
-        self.said = "; ".join([f"weights: {len(used)} tensors of {files.path}", *remarks])
+        self.summary = "; ".join([f"weights: {len(used)} tensors of {files.path}", *remarks])
 
     def fill(self, block: Block, views: Mapping[str, torch.Tensor]) -> None:
         """Reads the block's tensors that the files have into `views`; the block must be built. Raises CorruptFile, StoreError;
@@ -140,8 +140,8 @@ class InitialWeights:
         before = {name: view.clone() for name, view in views.items() if name in _packed_by(block)}
         for name, (source, skip) in sources.items():
             self._files.read(source, views[name], skip)
-        for said_in, packed in _packed_by(block).items():
-            whole = said_in in sources and torch.equal(before[said_in], views[said_in])
+        for layout_in, packed in _packed_by(block).items():
+            whole = layout_in in sources and torch.equal(before[layout_in], views[layout_in])
             if not whole and (wrong := [name for name in packed if name in sources]):
                 raise ModelError(
                     f"{self._files.path} has {block.exported(wrong[0])} quantized in another way than the model's layer, "
@@ -152,8 +152,8 @@ class InitialWeights:
 def _packed_by(block: Block) -> dict[str, list[str]]:
     """{name of the tensor that says how weights are packed: names of the packed tensors}."""
     return {
-        f"{path}.{packed.said_in}".lstrip("."): [f"{path}.{name}".lstrip(".") for name in packed.tensors]
-        for path, packed in packed_parts(block.module) if packed.said_in
+        f"{path}.{packed.layout_in}".lstrip("."): [f"{path}.{name}".lstrip(".") for name in packed.tensors]
+        for path, packed in packed_parts(block.module) if packed.layout_in
     }  # fmt: skip
 
 

@@ -114,7 +114,7 @@ class Trials:
         """Bytes of the limit that other processes of the run have."""
         self._versions, self._compiling, self._compiler_peak = 0, 0.0, 0
         """Blocks and numbers of rows that were compiled, the seconds, and the most bytes that the compiler held."""
-        self.untold: list[str] = []
+        self.new_notes: list[str] = []
         """Blocks that could not be run alone, in words: their costs are counted only."""
 
     def refined(self, rows: int) -> tuple[BlockCost, ...]:
@@ -131,13 +131,13 @@ class Trials:
         return tuple(found)
 
     @property
-    def said(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Remarks for the user."""
         compiled = (
             f"{self._versions} kind(s) of blocks and numbers of rows were compiled in {format_seconds(self._compiling)}, for "
             f"which {format_size(self._compiler_peak)} are planned"
         )
-        return [*self.untold, *([compiled] if self._versions else [])]
+        return [*self.new_notes, *([compiled] if self._versions else [])]
 
     @property
     def are_to_come(self) -> bool:
@@ -283,7 +283,7 @@ class Trials:
                 if _NO_KERNEL in reason:
                     cure = f" under autocast of {self._autocast}: give --dtype fp32" if self._autocast else ""
                     raise ModelError(f"{block} cannot be run on this processor{cure}. torch says: {reason}") from error
-                self.untold.append(f"{block} could not be run alone, so its memory is counted and not measured: {reason}")
+                self.new_notes.append(f"{block} could not be run alone, so its memory is counted and not measured: {reason}")
                 return Excess()
             if remembers:
                 raise ModelError(

@@ -232,7 +232,8 @@ def _head(run: RecordedRun) -> str:
     what = [f"method {method}" if method else "", f"model {model}" if model else "", f"data {data}" if data else ""]
     when = run.result.get("finished") or run.start.get("time", "")
     day = str(when)[:19].replace("T", " ") + " UTC" if when else ""  # without the parts of a second
-    words = [run.said, *(word for word in what if word), f"{run.processes} processes" if run.processes > 1 else "", day]
+    processes = f"{run.processes} processes" if run.processes > 1 else ""
+    words = [run.state_in_words, *(word for word in what if word), processes, day]
     return (
         f"<header><h1>{escape(run.root.resolve().name)}</h1>"
         f'<p class="state {escape(run.state)}">{escape(" · ".join(word for word in words if word))}</p></header>'
@@ -379,7 +380,7 @@ def _proof(run: RecordedRun) -> str:
 def _asked(run: RecordedRun) -> str:
     """Returns the settings and versions."""
     options = {**run.start.get("settings", {}), **run.job}
-    asked = [[name.replace("_", "-"), _said(value)] for name, value in options.items() if value not in (None, "None")]
+    asked = [[name.replace("_", "-"), _as_text(value)] for name, value in options.items() if value not in (None, "None")]
     versions = [[name, str(run.start[name])] for name in _VERSIONS if name in run.start]
     if not asked and not versions:
         return ""
@@ -389,7 +390,7 @@ def _asked(run: RecordedRun) -> str:
     )
 
 
-def _said(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

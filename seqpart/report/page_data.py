@@ -76,26 +76,26 @@ class _Passes:
 
     kept: list[tuple[int, Pass]] = field(default_factory=list)
     """Each pass with the number of passes before it."""
-    told: int = 0
+    count: int = 0
     saved: dict[tuple[int, int], int] = field(default_factory=dict)
     """Number of passes logged when the checkpoint of a position was saved; the latest last."""
 
     def add(self, one: Pass) -> None:
-        self.kept.append((self.told, one))
-        self.told += 1
+        self.kept.append((self.count, one))
+        self.count += 1
         if len(self.kept) > _PASSES:
             del self.kept[1:-1:2]
 
     def save(self, event: dict[str, Any]) -> None:
         position = int(event["phase"]), int(event["updates"])
         self.saved.pop(position, None)
-        self.saved[position] = self.told
+        self.saved[position] = self.count
 
     def go_back(self, start: dict[str, Any]) -> None:
         """Called when a process resumes, from the given position, or from the latest, in logs of older versions."""
         at = start.get("checkpoint")
         position = (at["phase"], at["updates"]) if at else None
-        latest_saved = next(reversed(self.saved.values()), self.told)
+        latest_saved = next(reversed(self.saved.values()), self.count)
         count = self.saved.get(position, latest_saved) if position is not None else latest_saved
         self.kept = [(number, one) for number, one in self.kept if number < count]
 
@@ -122,7 +122,7 @@ class RecordedRun:
     """Descriptions of missing data."""
 
     @property
-    def said(self) -> str:
+    def state_in_words(self) -> str:
         return _STATES.get(self.state, self.state)
 
 

@@ -89,7 +89,7 @@ class Reporter:
         self._began, self._steps = time.perf_counter(), 0
         self._sums: dict[str, Sum] = {}
         """Time and traffic of this process by kind of step."""
-        self._told, self._changed = time.monotonic(), False
+        self._last_written, self._changed = time.monotonic(), False
 
     def open_log(self, path: Path, *, add: bool = False) -> None:
         """Writes events to `path`; with `add`, after those of the resumed run."""
@@ -153,7 +153,7 @@ class Reporter:
             own = self._sums.setdefault(event.step.verb.name.lower(), Sum())
             own.add(event.seconds, event.bytes_read, event.bytes_written)
             self._changed = True
-            self._tell_time()
+            self._write_time()
             if event.step.verb in (Verb.LOAD, Verb.DROP) and self._steps < _STEPS:
                 self._steps += 1
                 self.record(
@@ -166,10 +166,10 @@ class Reporter:
         else:
             self._phase_done(event)
 
-    def _tell_time(self, after: float = _SECONDS) -> None:
+    def _write_time(self, after: float = _SECONDS) -> None:
         """Logs the sums so far, if they have changed and the last time was more than `after` seconds ago."""
-        if self._log is not None and self._changed and time.monotonic() - self._told > after:
-            self._told, self._changed = time.monotonic(), False
+        if self._log is not None and self._changed and time.monotonic() - self._last_written > after:
+            self._last_written, self._changed = time.monotonic(), False
             sums = {kind: {**asdict(found), "seconds": round(found.seconds, 4)} for kind, found in self._sums.items()}
             self.record("time", steps=sums)
 
@@ -198,7 +198,7 @@ class Reporter:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        self._tell_time(after=0.0)
+        self._write_time(after=0.0)
 
     def proof(self, proof: Proof) -> None:
         self.say(str(proof))

@@ -57,19 +57,20 @@ class Trace:
         return time.perf_counter() - self._start
 
     def span(
-        self, stream: str, what: str, began: float, seconds: float, said: Mapping[str, object] | None = None, *, thread: int = 0
-    ) -> None:
+        self, stream: str, what: str, began: float, seconds: float, details: Mapping[str, object] | None = None,
+        *, thread: int = 0,
+    ) -> None:  # fmt: skip
         """Adds a span of `seconds` from `began`, a value of `now`. Spans of one stream and thread do not overlap."""
         with self._lock:
-            lane, more = self._lane(stream, thread), {"args": said} if said else {}
+            lane, more = self._lane(stream, thread), {"args": details} if details else {}
             self._add({"ph": "X", "name": what, "pid": 1, "tid": lane, "ts": _us(began), "dur": _us(seconds), **more})
 
     @contextmanager
     def watched(self, stream: str, what: str, *, link: str = "", nbytes: int = 0) -> Iterator[None]:
         began = self.now()
         yield
-        said = {"link": link, "bytes": nbytes} if link else {}
-        self.span(stream, what, began, self.now() - began, said, thread=threading.get_ident())
+        details = {"link": link, "bytes": nbytes} if link else {}
+        self.span(stream, what, began, self.now() - began, details, thread=threading.get_ident())
         if link:
             self.moved(link, nbytes)
 

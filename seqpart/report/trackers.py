@@ -18,7 +18,7 @@ from seqpart.errors import OptionError
 
 
 class Tracker(Protocol):
-    def tell(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         """Logs values after so many updates."""
 
     def close(self) -> None:
@@ -34,7 +34,7 @@ def load(names: Sequence[TrackerName]) -> None:
     for name in fresh:
         with tempfile.TemporaryDirectory() as folder:
             tracker = opened(name, Path(folder), "first", {}, None, mode="offline")
-            tracker.tell(1, {"loss": 1.0})
+            tracker.log(1, {"loss": 1.0})
             tracker.close()
         _LOADED.add(name)
 
@@ -57,7 +57,7 @@ class TensorBoard:
         # What an earlier process logged about later updates is void: they are made again.
         self._writer = _writer()(str(folder), purge_step=None if behind is None else behind + 1)
 
-    def tell(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -74,7 +74,7 @@ class WeightsAndBiases:
             resume="allow", mode=mode, settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
         )  # fmt: skip
 
-    def tell(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:

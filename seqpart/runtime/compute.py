@@ -99,7 +99,7 @@ class Compute:
         """Sums of this process's part of the unfinished update, if it is one of several."""
         self._elements = Elements(
             loaded=self.loaded, read=self._read, done=self._done_with, run=partial(self._output, training=True),
-            tell=lambda total, rows: self.metrics.add(total, rows, None, weight=rows),
+            add_loss=lambda total, rows: self.metrics.add(total, rows, None, weight=rows),
         )  # fmt: skip
 
     def forward(self, step: Step) -> tuple[int, int]:

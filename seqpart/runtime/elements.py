@@ -31,7 +31,7 @@ class Elements:
     read: Callable[[Step], tuple[Batch, Pack, torch.Tensor]]
     done: Callable[[Batch], None]
     run: Callable[[Step, Pack], Pack]
-    tell: Callable[[torch.Tensor, int], None]
+    add_loss: Callable[[torch.Tensor, int], None]
     _rows: dict[int, tuple[Pack, torch.Tensor]] = field(default_factory=dict)
     """(rows, labels) of the current update by micro-batch."""
     _is_first: torch.Tensor | None = None
@@ -57,7 +57,7 @@ class Elements:
         first, second = (p - phase.partition - 1 for p in self._pair(phase))
         chosen = ((labels == first) | (labels == second)).nonzero().squeeze(1)
         if (first, second) == (0, 1):
-            self.tell(labels.new_zeros((), dtype=torch.float32), len(labels))
+            self.add_loss(labels.new_zeros((), dtype=torch.float32), len(labels))
         self._is_first = labels[chosen] == first if len(chosen) else None
         if self._is_first is not None:
             own = {number: x.index_select(0, chosen) for number, x in taken.items()}
@@ -85,7 +85,7 @@ class Elements:
         entered, (score,) = self._through(step)
         other = self._score.detach().requires_grad_()
         loss = element_pair(other, score, self._is_first)
-        self.tell(loss.detach(), 0)
+        self.add_loss(loss.detach(), 0)
         self._propagate(step, loss, torch.full_like(loss, 1 / update_rows), entered)
         self._score_gradient = other.grad
 

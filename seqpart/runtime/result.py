@@ -119,7 +119,7 @@ def carry_out(session: Run, began: float) -> Result:
     directory = session.places.directory
     with directory.interruptible():
         with session.limited():
-            with directory.resumable(session.reporter.add_note, lambda: session.saving.told), session.interrupts:
+            with directory.resumable(session.reporter.add_note, lambda: session.saving.error_noted), session.interrupts:
                 with _weights_kept(session):
                     session.run_stages()
                 if session.settings.averages and session.ranks.leads:

@@ -95,10 +95,10 @@ class Run:
         self.reader_thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
         kept = before.loop if before is not None else LoopState(frozen=[*planner.late], learns=[*planner.late])
-        self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_apart, planner.late)
+        self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_own, planner.late)
         self.watch = Watch(self._observer, self._settings, sampler, kept, self.pauses.pause)
         self.heard = self.watch.heard(len(prepared.plan.partitions), planner.test.sets)
-        self.homes = WeightStore(planner, prepared, self.places.scratch, reporter, self._told, stack)
+        self.homes = WeightStore(planner, prepared, self.places.scratch, reporter, self._measured_peak, stack)
         self.homes.store.watched = self._observer.watched
         if self._settings.saves:
             _ = self._identity  # it reads rows: now, and not while a partition takes memory
@@ -115,7 +115,7 @@ class Run:
             if optimizer is not None:
                 yield optimizer
 
-    def _counts_apart(self) -> bool:
+    def _counts_own(self) -> bool:
         """True if optimizers of several partitions have counted updates, each its own."""
         several = len(self._partitions) > 1 and any(one.counts for one in self.prepared.stages[0].optimizers)
         return several and (self._resumed is not None or any(partition.built is not None for partition in self._partitions))
@@ -148,7 +148,7 @@ class Run:
         """Marks the run as done. words: the answer to a pending signal."""
         self._state, self._finished = "done", words
 
-    def _told(self, when: str) -> AbstractContextManager[None]:
+    def _measured_peak(self, when: str) -> AbstractContextManager[None]:
         return translate_oom(self._device, f"{when}, inside the limit of {format_size(self.prepared.plan.limit)}")
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Run:
         if self.exports.due:  # the checkpoint was saved right before
             self._export(at, metrics or Metrics())
         at, metrics = self._ended_early(at, metrics)
-        self.saving.begin(changed=self._resumed is not None and bool(self._resumed.said))
+        self.saving.begin(changed=self._resumed is not None and bool(self._resumed.changes))
         self._stopped, number = False, 0
         while number < len(self.prepared.stages) and not self._stopped:
             stage = self.prepared.stages[number]
@@ -186,7 +186,7 @@ class Run:
                         f"memory ran out in {failure.step} on rank {self.ranks.number} of {self.ranks.count}: {failure.text}. "
                         "Give a larger --mem-limit, or a smaller --micro-batch-size."
                     )
-                self._go_on_behind(failure, metrics or Metrics())
+                self._go_on_after(failure, metrics or Metrics())
             if self.pauses.unplanned:
                 self.saving.save(at, metrics or Metrics())
                 names = ", ".join(self.pauses.unplanned[:3]) + (" and others" if len(self.pauses.unplanned) > 3 else "")
@@ -196,11 +196,11 @@ class Run:
 
     def _ended_early(self, at: Position, metrics: Metrics | None) -> tuple[Position, Metrics | None]:
         """Returns the position to go on from, and the metric sums there: after the training if its end was requested."""
-        end = self.watch.end_behind(self.prepared.phases, at)
+        end = self.watch.end_after(self.prepared.phases, at)
         if end is None:
             return at, metrics
         phase = self.prepared.phases[at.phase]
-        if at.updates and metrics is not None and phase.apart:
+        if at.updates and metrics is not None and phase.independent:
             self._turns.append((phase.partition, metrics.mean_loss))
         elif at.updates and metrics is not None:
             self.losses.append(metrics.mean_loss)
@@ -241,7 +241,7 @@ class Run:
         exports = self.exports.due
         if exports:
             self._export(at, metrics or Metrics())
-        ends = self._stopped or at.phase >= stage.end or self.watch.end_behind(self.prepared.phases, at) is not None
+        ends = self._stopped or at.phase >= stage.end or self.watch.end_after(self.prepared.phases, at) is not None
         return (exports or self.pauses.changed) and not self.pauses.unplanned and not ends
 
     def _export(self, at: Position, metrics: Metrics) -> None:
@@ -366,7 +366,7 @@ class Run:
             keeps_moments=self._settings.subnet_moments != "zero", ranks=self.ranks, give=self.homes.give,
         )  # fmt: skip
 
-    def _go_on_behind(self, failure: Failure, metrics: Metrics) -> None:
+    def _go_on_after(self, failure: Failure, metrics: Metrics) -> None:
         self.sampler.known = max(self.sampler.known, self.prepared.plan.peak)  # the plan that is about to be replaced
         self._go_back(failure.at)
         self.saving.obey(failure.at, metrics)
@@ -398,7 +398,7 @@ class Run:
         self.failed_at = executor.position
         self._go_back(self.failed_at)
         if self._settings.saves and not self._divides_state:
-            self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
+            self.reporter.add_note(error, self.saving.after_error(executor, self._partitions))
 
     @property
     def is_trained(self) -> bool:
@@ -406,7 +406,7 @@ class Run:
         return self._is_trained_at(self.failed_at or Position())
 
     def _is_trained_at(self, at: Position) -> bool:
-        at = self.watch.end_behind(self.prepared.phases, at) or at
+        at = self.watch.end_after(self.prepared.phases, at) or at
         return all(phase.kind is not PhaseKind.TRAIN for phase, _ in counted(self.prepared.phases[at.phase :]))
 
     def _go_on(self, failure: Failure, planned: ExecutionPlan, how: str) -> None:
@@ -419,7 +419,7 @@ class Run:
         )
 
     def _listen(self, event: Event) -> None:
-        if isinstance(event, PhaseDone) and event.phase.apart and event.phase.kind is PhaseKind.TRAIN:
+        if isinstance(event, PhaseDone) and event.phase.independent and event.phase.kind is PhaseKind.TRAIN:
             self._turns.append((event.phase.partition, event))
             if event.phase.is_turn:
                 return
@@ -438,7 +438,7 @@ class Run:
         if isinstance(event, PhaseDone) and event.loss is not None:
             if event.phase.kind is PhaseKind.TEST:
                 self.test = event.loss, event.accuracy
-            elif event.phase.kind is PhaseKind.TRAIN and not event.phase.apart:
+            elif event.phase.kind is PhaseKind.TRAIN and not event.phase.independent:
                 self.losses.append(event.loss)
         self.watch.listen(event)
         self.reporter.listen(event)
@@ -470,11 +470,11 @@ class Run:
             due = self.saving.is_due(executor.position, phases)
             trained = executor.step.verb is Verb.UPDATE
             self.exports.at_rest(phases, executor.position, self.watch.evaluations.all, trained=trained)
-            due = not self._is_apart(executor) and self._agree(due)
+            due = not self._is_independent(executor) and self._agree(due)
         except Exception as error:
             if self.ranks.leads and not self._divides_state:
                 self._remember_best(executor)  # the checkpoint's evaluations name it
-                self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
+                self.reporter.add_note(error, self.saving.after_error(executor, self._partitions))
             raise
         self._remember_best(executor)
         self.watch.end_here(executor.step.phase, phases)
@@ -487,7 +487,7 @@ class Run:
         with self._saved_first():
             self.saving.at_rest(executor, self._partitions, due=due and self.ranks.leads)
         self._stopped = not self._observer.at_rest(executor)
-        goes_on = self.watch.end_behind(phases, executor.position) is None
+        goes_on = self.watch.end_after(phases, executor.position) is None
         # Newly trainable parameters need a new executor, and an export all memory.
         return not self._stopped and not (self.pauses.changed or self.exports.due) and goes_on
 
@@ -502,11 +502,11 @@ class Run:
                 self.watch.ending.ask(why)
         return due
 
-    def _is_apart(self, executor: Executor) -> bool:
+    def _is_independent(self, executor: Executor) -> bool:
         """True if each rank trains subnets or partitions of its own there: they agree, and save, when all are gathered."""
         phases, at, done = self.prepared.phases, executor.position, executor.step.phase
         gathered = phases[done].kind is PhaseKind.GATHER and at.phase == done + 1
-        return at.phase < len(phases) and phases[at.phase].apart and not gathered
+        return at.phase < len(phases) and phases[at.phase].independent and not gathered
 
     @cached_property
     def _divides_state(self) -> bool:

@@ -42,7 +42,7 @@ class Saving:
         self._executor: Executor | None = None
         self._proven, self._judged = False, 0
         """True if a finite loss was computed from the latest checkpoint; the number of losses when it was saved."""
-        self.told = False
+        self.error_noted = False
         """True if an error's message says how to resume the run after it."""
 
     def begin(self, *, changed: bool = False) -> None:
@@ -80,14 +80,14 @@ class Saving:
         for partition in partitions:  # also one that is being loaded, whose last save may still run
             partition.transfer.wait()
 
-    def behind_error(self, executor: Executor, partitions: Sequence[Partition]) -> str:
+    def after_error(self, executor: Executor, partitions: Sequence[Partition]) -> str:
         """Saves before an error of the user's own code ends the run. Returns a sentence on how to go on."""
         if not self._saves:
             return "Nothing was saved (--save-every never)."
         executor.refuse_divergence(weights=True)
         self.flush(executor, partitions)
         self.save(executor.position, executor.compute.committed)
-        self.told = True
+        self.error_noted = True
         there = "as it stood there"
         if executor.went_back:
             there = f"as it stood after {executor.went_back}, when all that stays on the device was saved last (--save-every)"

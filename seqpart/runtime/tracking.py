@@ -62,14 +62,14 @@ class Tracking:
         self._phases: Sequence[Phase] = ()
         self._floors: dict[TrackerName, int] = {}
         """The step up to which an earlier process has logged to each tracker."""
-        self._before, self._told, self._rate = 0, 0, math.nan
+        self._before, self._last_step, self._rate = 0, 0, math.nan
         self._partition: weakref.ref[Partition] | None = None
         """The partition that was updated last; a weak reference, as it must not be kept alive."""
         self._path: Path | None = None
         self._latest = 0
         """Bytes in use at the sampler's last sample."""
         self._run = ""
-        sampler.told.append(self._memory)
+        sampler.listeners.append(self._memory)
 
     def open(self, directory: RunDirectory, phases: Sequence[Phase], resumed: ResumePoint | None, settings: Settings) -> None:
         """Opens the trackers. resumed: the checkpoint that the run goes on from; it then keeps its run name in the trackers."""
@@ -81,11 +81,11 @@ class Tracking:
         if known is None:
             self._note()
         for name in self._names:
-            voids_behind = behind if known is not None else None
+            voids_after = behind if known is not None else None
             # TensorBoard voids what was logged after the checkpoint; others keep it.
             self._floors[name] = behind if name == "tensorboard" else earlier
             try:
-                self._trackers[name] = opened(name, directory.root, self._run, settings.to_json(), voids_behind)
+                self._trackers[name] = opened(name, directory.root, self._run, settings.to_json(), voids_after)
             except OSError as error:
                 raise explained(error, directory.root) from None
             except OptionError:
@@ -128,7 +128,7 @@ class Tracking:
         if judged:
             values["accuracy"] = (float(metrics.correct) - float(told.correct)) / judged
         values["rows_per_second"] = (metrics.rows - told.rows) / (now - since.time)
-        self._tell(self._before + at.updates, self._named(phase, values), replace(metrics))
+        self._log(self._before + at.updates, self._named(phase, values), replace(metrics))
         return True
 
     def _pass_done(self, event: PhaseDone) -> None:
@@ -140,12 +140,12 @@ class Tracking:
             values["accuracy"] = event.accuracy
         if phase.kind is PhaseKind.TEST:
             values.pop("rows_per_second")
-            self._tell(self._before, self._named(phase, values), Metrics())
+            self._log(self._before, self._named(phase, values), Metrics())
             return
         self._look_at_rate()
         if self._since.rows:  # points of its updates were logged already, and this is the mean of all
             values = {f"pass_{name}": value for name, value in values.items()}
-        self._tell(self._before + phase.updates, self._named(phase, values), Metrics())
+        self._log(self._before + phase.updates, self._named(phase, values), Metrics())
 
     def _memory(self, used: int) -> None:
         self._latest, self._since.highest = used, max(self._since.highest, used)
@@ -155,7 +155,7 @@ class Tracking:
         if partition is not None and partition.optimizer is not None:
             self._rate = float(partition.optimizer.param_groups[0].get("lr", math.nan))
 
-    # --- what is told ---------------------------------------------------------------------------------------------
+    # --- what is logged -------------------------------------------------------------------------------------------
 
     def _named(self, phase: Phase, values: dict[str, float]) -> dict[str, float]:
         """Names values: `train/loss`, or `partition_2/train/loss` if partitions are trained or tested one after another."""
@@ -169,17 +169,17 @@ class Tracking:
         end = max(other.last for other, _ in counted(self._phases)) if phase.ends is None else phase.ends
         return phase.kind is PhaseKind.TEST and phase.last == end
 
-    def _tell(self, step: int, values: dict[str, float], metrics: Metrics) -> None:
+    def _log(self, step: int, values: dict[str, float], metrics: Metrics) -> None:
         if math.isfinite(self._rate) and not any("test/" in name for name in values):
             values["learning_rate"] = self._rate
         values["memory_GB"] = (self._since.highest or self._latest) / 1e9
         self._since = _Since(time.monotonic(), metrics, rows=metrics.rows)
-        if step < self._told:  # updates that are made again after a failed allocation
+        if step < self._last_step:  # updates that are made again after a failed allocation
             return
-        self._told = step
+        self._last_step = step
         for name in list(self._trackers):
             if step >= self._floors[name]:
-                self._attempt(name, partial(self._trackers[name].tell, step, values))
+                self._attempt(name, partial(self._trackers[name].log, step, values))
         self._note()
 
     def _attempt(self, name: TrackerName, work: Callable[[], None]) -> None:
@@ -192,7 +192,7 @@ class Tracking:
 
     def _note(self) -> None:
         assert self._path is not None
-        write_text(self._path, json.dumps({"run": self._run, "step": max(self._told, *self._floors.values(), 0)}) + "\n")
+        write_text(self._path, json.dumps({"run": self._run, "step": max(self._last_step, *self._floors.values(), 0)}) + "\n")
 
 
 def tracked(
@@ -246,7 +246,7 @@ def traced(path: Path | None, observer: Observer, sampler: Sampler, reporter: Re
             reporter.warn(f"{path} is full: it holds the first {format_size(MOST)}")
 
     stack.callback(end)
-    sampler.told.append(trace.memory)
+    sampler.listeners.append(trace.memory)
     return observer.beside(Observer(listen=Tracing(trace).listen, watched=trace.watched))
 
 
@@ -264,14 +264,15 @@ class Tracing:
             self._began = now
         else:
             numbers = {"loss": event.loss, "accuracy": event.accuracy}
-            said = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
-            self._trace.span(_PASSES, str(event.phase), self._began, now - self._began, {"rows": event.rows, **said})
+            details = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
+            self._trace.span(_PASSES, str(event.phase), self._began, now - self._began, {"rows": event.rows, **details})
 
     def _step(self, event: StepDone, now: float) -> None:
         step = event.step
         stream = _OPTIMIZER if step.verb is Verb.UPDATE else _COMPUTE
-        said = {"kind": step.verb.name, "partition": step.partition, "read": event.bytes_read, "written": event.bytes_written}
-        self._trace.span(stream, str(step), now - event.seconds, event.seconds, said)
+        moved = {"read": event.bytes_read, "written": event.bytes_written}
+        details = {"kind": step.verb.name, "partition": step.partition, **moved}
+        self._trace.span(stream, str(step), now - event.seconds, event.seconds, details)
         if step.verb not in _BY_TRANSFERS and event.bytes_read:
             self._trace.moved("rows, boundaries and graphs from disk", event.bytes_read)
         if step.verb not in _BY_TRANSFERS and event.bytes_written:

@@ -19,7 +19,7 @@ from seqpart.config import MOST, ON_CALL
 from seqpart.data.boundary_cache import FedRows
 from seqpart.data.padding import Padding
 from seqpart.data.row_types import in_type_of
-from seqpart.data.splits import Split, said_of_labels, said_of_rows, write_rows
+from seqpart.data.splits import Split, form_of_labels, form_of_rows, write_rows
 from seqpart.data.step_losses import StepLosses
 from seqpart.device.device import Device
 from seqpart.device.sampler import Proof
@@ -176,7 +176,7 @@ class TrainingSession:
         """Returns the plan with one epoch for each batch of `_batch_rows` rows."""
         whole, rows = self._planned.phases.stretches[0], self._batch_rows
         train = replace(whole.train, rows=rows, batch=rows, micro_batch=min(whole.train.micro_batch, rows))
-        return self._with_phases(Epochs(train=train, epochs=whole.epochs, behind=()))
+        return self._with_phases(Epochs(train=train, epochs=whole.epochs, following=()))
 
     def _with_phases(self, first: Epochs, *others: Epochs) -> ExecutionPlan:
         """Returns the plan with these phases, to be run to the end of the first stretch."""
@@ -272,14 +272,14 @@ class TrainingSession:
         example = self._example
         if (split.shape, split.dtype, split.form) != (example.shape, example.dtype, example.form):
             raise DataError(
-                f"{split.name}: expected rows as the example has, {said_of_rows(example)}; found {said_of_rows(split)}. Give "
+                f"{split.name}: expected rows as the example has, {form_of_rows(example)}; found {form_of_rows(split)}. Give "
                 "them as in the example, or open the session with an example of these."
                 + (f" {PADS}" if split.shape != example.shape else "")
             )
         kinds = [(tuple(one.labels.shape[1:]), one.labels.is_floating_point(), one.label_form) for one in (example, split)]
         if kinds[0] != kinds[1]:
             raise DataError(
-                f"{split.name}: expected labels as the example has, {said_of_labels(example)}; found {said_of_labels(split)}. "
+                f"{split.name}: expected labels as the example has, {form_of_labels(example)}; found {form_of_labels(split)}. "
                 "Give them as in the example, or open the session with an example of these."
                 + (f" {PADS}" if kinds[0][0] != kinds[1][0] else "")
             )
@@ -318,9 +318,10 @@ class TrainingSession:
                 rows.finish()
             whole = self._planned.phases.stretches[0]
             assert isinstance(whole, Epochs)
-            tests = tuple(replace(phase, rows=split.count) for phase in whole.behind)
+            tests = tuple(replace(phase, rows=split.count) for phase in whole.following)
             # Training follows: optimizer state is needed again.
-            session.prepared = self._with_phases(Epochs(train=whole.train, epochs=0, behind=tests), replace(whole, behind=()))
+            tested = Epochs(train=whole.train, epochs=0, following=tests)
+            session.prepared = self._with_phases(tested, replace(whole, following=()))
             session.heard.own, session.heard.sets = own_metrics(compute_metrics), split.sets
             session.run_stages(Position())
             boundaries.discard("test", 0)

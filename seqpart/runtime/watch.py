@@ -132,11 +132,11 @@ class Watch:
                 with self._pause():
                     call(event)
             except Exception as error:
-                told = without_stop(error, "event.stop() ends the training")
-                told.add_note(f"in {name} of a callback")
-                if told is error:
+                error_of_callback = without_stop(error, "event.stop() ends the training")
+                error_of_callback.add_note(f"in {name} of a callback")
+                if error_of_callback is error:
                     raise
-                raise told from error
+                raise error_of_callback from error
 
     def taken(self) -> list[Evaluated]:
         """Returns the evaluations so far and forgets them."""
@@ -166,16 +166,16 @@ class Watch:
         found = self.evaluations.best if self._keeps and self.evaluations.best is not None else last
         return found.metrics if found is not None else {}
 
-    def end_behind(self, phases: Phases, at: Position) -> Position | None:
+    def end_after(self, phases: Phases, at: Position) -> Position | None:
         """Returns the position after the current training, for a run at `at`, if its end was requested; else None.
 
         A round of subnetworks is finished first: until then the network is in parts.
         """
         if not self.ending.asked or at.phase >= len(phases):
             return None
-        which, epochs, behind = phases.stands(at.phase)
+        which, epochs, following = phases.stands(at.phase)
         stretch, phase = phases.stretches[which], phases[at.phase]
-        if which != self._ends_in or (behind is not None and epochs == stretch.epochs):  # it is over anyway
+        if which != self._ends_in or (following is not None and epochs == stretch.epochs):  # it is over anyway
             self._forget_end()
             return None
         if isinstance(stretch, Rounds) and phase.in_round:

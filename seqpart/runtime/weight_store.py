@@ -11,7 +11,7 @@ import torch
 
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.export import export_weights
-from seqpart.checkpoint.leftovers import tell_leftovers
+from seqpart.checkpoint.leftovers import report_leftovers
 from seqpart.checkpoint.resume import ResumePoint
 from seqpart.checkpoint.run_directory import RunDirectory, new_name, open_scratch, refuse_taken
 from seqpart.data.boundary_cache import Boundaries
@@ -127,7 +127,7 @@ class WeightStore:
                     self.store.discard(name)
             return
         if self._planner.initial_weights is not None:
-            self._reporter.say(self._planner.initial_weights.said)
+            self._reporter.say(self._planner.initial_weights.summary)
         with self._told("the data were read"):
             for name in ("train", "test") if rows else ():
                 self._write_rows(name)
@@ -318,7 +318,7 @@ def open_places(
         stack.push(lambda kind, *_: scratch.vanish(failed=kind is not None))
     if manifest is None:
         refuse_small_disk(plan, scratch.root, written=plan.live_bytes)
-    for line in tell_leftovers(scratch.root.parent, directory.cleaned):
+    for line in report_leftovers(scratch.root.parent, directory.cleaned):
         reporter.say(line)
     reporter.open_log(directory.result(EVENTS), add=manifest is not None)
     at = dict(zip(("phase", "updates"), manifest.state["position"], strict=True)) if manifest is not None else None

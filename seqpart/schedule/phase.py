@@ -109,7 +109,7 @@ class Phase:
     """Number of this process, and of all that share the micro-batches of each update, or the parts in MERGE."""
     elsewhere: bool = False
     """True if another process makes the pass: the turn of a part, or of a partition, that is not one of this process's own."""
-    apart: bool = False
+    independent: bool = False
     """True if processes make different passes at that time, so that the run as a whole stands nowhere."""
     divides_state: bool = False
     """True if each partition's optimizer state is on one rank alone, which makes its step and gives the others the weights."""

@@ -18,31 +18,31 @@ def _times(passes: int, every: int | None) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epochs:
-    """A stretch of phases: `epochs` passes of `train`, with `behind` after each `every`-th of them and after the last."""
+    """A stretch of phases: `epochs` passes of `train`, with `following` after each `every`-th of them and after the last."""
 
     train: Phase
     epochs: int
-    behind: tuple[Phase, ...]
+    following: tuple[Phase, ...]
     every: int | None = None
 
     def __len__(self) -> int:
-        return self.epochs + (self.rounds + 1) * len(self.behind)
+        return self.epochs + (self.rounds + 1) * len(self.following)
 
     @property
     def rounds(self) -> int:
-        """How often `behind` comes, without the last time."""
+        """How often `following` comes, without the last time."""
         return _times(self.epochs, self.every)
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Returns (passes of `train` before the current round, its phases before `index`); a round ends with `behind`."""
+        """Returns (passes of `train` before the current round, its phases before `index`); a round ends with `following`."""
         chunk = self.every if self.every is not None and self.rounds else self.epochs
-        round_ = min(index // max(1, chunk + len(self.behind)), self.rounds)
-        return round_ * chunk, index - round_ * (chunk + len(self.behind))
+        round_ = min(index // max(1, chunk + len(self.following)), self.rounds)
+        return round_ * chunk, index - round_ * (chunk + len(self.following))
 
     def __getitem__(self, index: int) -> Phase:
         before, at = self._place(index)
         passes = self._passes_from(before)
-        return replace(self.train, epoch=before + at + 1) if at < passes else self.behind[at - passes]
+        return replace(self.train, epoch=before + at + 1) if at < passes else self.following[at - passes]
 
     def _passes_from(self, before: int) -> int:
         """Returns how many passes of `train` follow one another after the first `before`."""
@@ -50,43 +50,43 @@ class Epochs:
         return left if self.every is None else min(self.every, left)
 
     def _counts(self, index: int) -> list[int]:
-        """Returns how often `train`, and each of `behind`, comes before `index`."""
+        """Returns how often `train`, and each of `following`, comes before `index`."""
         before, at = self._place(index)
         passes, rounds = self._passes_from(before), before // self.every if self.every is not None else 0
-        return [before + min(at, passes), *(rounds + (at > passes + j) for j in range(len(self.behind)))]
+        return [before + min(at, passes), *(rounds + (at > passes + j) for j in range(len(self.following)))]
 
     def stands(self, index: int) -> tuple[int, int | None]:
-        """Returns (passes of `train` before `index`, which of `behind` it is; None if it is a pass of `train`)."""
+        """Returns (passes of `train` before `index`, which of `following` it is; None if it is a pass of `train`)."""
         before, at = self._place(index)
         passes = self._passes_from(before)
         return (before + at, None) if at < passes else (before + passes, at - passes)
 
-    def index_of(self, epochs: int, behind: int | None) -> int:
-        """Inverse of `stands`; gives the next pass of `train` if no `behind` comes after so many epochs."""
+    def index_of(self, epochs: int, following: int | None) -> int:
+        """Inverse of `stands`; gives the next pass of `train` if no `following` comes after so many epochs."""
         rounds = self.rounds if self.every is None else min(epochs // self.every, self.rounds)
-        if behind is None or (epochs < self.epochs and (self.every is None or epochs % self.every or not epochs)):
-            return epochs + rounds * len(self.behind)
-        return epochs + (self.rounds if epochs == self.epochs else rounds - 1) * len(self.behind) + behind
+        if following is None or (epochs < self.epochs and (self.every is None or epochs % self.every or not epochs)):
+            return epochs + rounds * len(self.following)
+        return epochs + (self.rounds if epochs == self.epochs else rounds - 1) * len(self.following) + following
 
     def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
         """Yields each different phase from `first` to `stop`, and how often it comes; epochs count as one phase."""
-        train, *behind = (stop - start for start, stop in zip(self._counts(first), self._counts(stop), strict=True))
+        train, *following = (stop - start for start, stop in zip(self._counts(first), self._counts(stop), strict=True))
         if train:
             yield replace(self.train, epoch=self._counts(first)[0] + 1), train
-        yield from ((phase, times) for phase, times in zip(self.behind, behind, strict=True) if times)
+        yield from ((phase, times) for phase, times in zip(self.following, following, strict=True) if times)
 
     def trainings(self) -> Iterator[tuple[int, Phase]]:
         """Yields the last pass of `train`, with its number in the stretch."""
         if self.epochs:
-            yield len(self) - len(self.behind) - 1, self.train
+            yield len(self) - len(self.following) - 1, self.train
 
     def walked(self) -> Iterator[tuple[Phase, int]]:
         """Yields the first two passes and the phases after them, each with how many phases of the stretch it stands for."""
         for epoch, stands_for in ((1, 1), (2, self.epochs - 1))[: self.epochs]:
             yield replace(self.train, epoch=epoch), stands_for
             if epoch == 1 and self.rounds:
-                yield from ((phase, self.rounds) for phase in self.behind)
-        yield from ((phase, 1) for phase in self.behind)
+                yield from ((phase, self.rounds) for phase in self.following)
+        yield from ((phase, 1) for phase in self.following)
 
 
 class Stretch(Protocol):
@@ -99,7 +99,7 @@ class Stretch(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Phase: ...
     def stands(self, index: int) -> tuple[int, int | None]: ...
-    def index_of(self, epochs: int, behind: int | None) -> int: ...
+    def index_of(self, epochs: int, following: int | None) -> int: ...
     def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]: ...
     def trainings(self) -> Iterator[tuple[int, Phase]]: ...
     def walked(self) -> Iterator[tuple[Phase, int]]: ...
@@ -155,8 +155,8 @@ class Phases(Sequence[Phase]):
         which = min(bisect_right(self._ends, number), len(self.stretches) - 1)
         return which, *self.stretches[which].stands(number - self._begins(which))
 
-    def number_of(self, which: int, epochs: int, behind: int | None) -> int:
-        return self._begins(which) + self.stretches[which].index_of(epochs, behind)
+    def number_of(self, which: int, epochs: int, following: int | None) -> int:
+        return self._begins(which) + self.stretches[which].index_of(epochs, following)
 
     def of_stage(self, stage: int) -> "Phases":
         return Phases(stretch for stretch in self.stretches if stretch.train.stage == stage)
@@ -180,7 +180,7 @@ def last_trainings(phases: Sequence[Phase]) -> dict[tuple[int, int], int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rounds:
-    """A stretch of phases: `split`, each of `turns` for `local` updates, `merge`, again and again; `behind` after each
+    """A stretch of phases: `split`, each of `turns` for `local` updates, `merge`, again and again; `following` after each
     `every`-th epoch and after the last.
 
     A turn is a part's pass over its rows of an epoch; all parts have equally many. An epoch has as many rounds as a turn needs,
@@ -192,7 +192,7 @@ class Rounds:
     merge: Phase
     local: int
     epochs: int
-    behind: tuple[Phase, ...]
+    following: tuple[Phase, ...]
     every: int | None = None
 
     @property
@@ -214,16 +214,16 @@ class Rounds:
 
     @property
     def _tests(self) -> int:
-        """How often `behind` comes, without the last time."""
+        """How often `following` comes, without the last time."""
         return _times(self.epochs, self.every)
 
     def __len__(self) -> int:
-        return self.epochs * self._per_epoch + (self._tests + 1) * len(self.behind)
+        return self.epochs * self._per_epoch + (self._tests + 1) * len(self.following)
 
     def __getitem__(self, index: int) -> Phase:
         epoch, at = self._place(index)
         if epoch == self.epochs or at >= self._per_epoch:
-            return self.behind[at % self._per_epoch if epoch < self.epochs else at]
+            return self.following[at % self._per_epoch if epoch < self.epochs else at]
         round_, which = divmod(at, self._per_round)
         number = epoch * self.rounds + round_ + 1
         if which == 0:
@@ -240,10 +240,10 @@ class Rounds:
         )  # fmt: skip
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Returns (epochs that are over, phases since). After the last epoch the phases are those of `behind`; an earlier epoch
-        includes the phases of `behind` after it."""
+        """Returns (epochs that are over, phases since). After the last epoch the phases are `following`; an earlier epoch
+        includes the phases of `following` after it."""
         every = self.every if self.every is not None and self._tests else max(1, self.epochs)
-        chunk = every * self._per_epoch + len(self.behind)
+        chunk = every * self._per_epoch + len(self.following)
         before = min(index // chunk, self._tests)
         index -= before * chunk
         here = min(every, self.epochs - before * every)
@@ -257,10 +257,10 @@ class Rounds:
         epoch, at = self._place(index)
         return epoch, at if at or epoch == self.epochs else None
 
-    def index_of(self, epochs: int, behind: int | None) -> int:
+    def index_of(self, epochs: int, following: int | None) -> int:
         """Inverse of `stands`."""
         tests = 0 if self.every is None else min(epochs // self.every, self._tests)
-        return epochs * self._per_epoch + tests * len(self.behind) + (behind or 0)
+        return epochs * self._per_epoch + tests * len(self.following) + (following or 0)
 
     def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
         """Yields each different phase from `first` to `stop`, and how often it comes; rounds count as one, except for the last
@@ -272,12 +272,12 @@ class Rounds:
                 if times:
                     yield self[index], times
         yield from (
-            (phase, times) for phase, times in zip(self.behind, counts[2 * self._per_round :], strict=True) if times
+            (phase, times) for phase, times in zip(self.following, counts[2 * self._per_round :], strict=True) if times
         )  # fmt: skip
 
     def _counts(self, index: int) -> list[int]:
         """Returns how often each phase comes before `index`: for each phase of a round, in rounds that are not the last of an
-        epoch, and in those that are; then for each of `behind`."""
+        epoch, and in those that are; then for each of `following`."""
         epoch, at = self._place(index)
         tests = 0 if self.every is None else min(epoch // self.every, self._tests)
         round_, which = divmod(min(at, self._per_epoch) if epoch < self.epochs else 0, self._per_round)
@@ -286,11 +286,11 @@ class Rounds:
             done = round_ + (which > phase)
             counts += [epoch * (self.rounds - 1) + min(done, self.rounds - 1), epoch + max(0, done - self.rounds + 1)]
         over = at if epoch == self.epochs else max(0, at - self._per_epoch)
-        return [*counts, *(tests + (over > number) for number in range(len(self.behind)))]
+        return [*counts, *(tests + (over > number) for number in range(len(self.following)))]
 
     def trainings(self) -> Iterator[tuple[int, Phase]]:
         """Yields the last turn of each part, with its number in the stretch."""
-        first = len(self) - len(self.behind) - 1 - len(self.turns)
+        first = len(self) - len(self.following) - 1 - len(self.turns)
         yield from ((first + part, turn) for part, turn in enumerate(self.turns) if self.epochs)
 
     def walked(self) -> Iterator[tuple[Phase, int]]:
@@ -301,23 +301,23 @@ class Rounds:
             first = self.index_of(epoch, round_ * self._per_round)
             yield from ((self[first + which], stands_for) for which in range(self._per_round))
             if number == 0 and self._tests:
-                yield from ((phase, self._tests) for phase in self.behind)
-        yield from ((phase, 1) for phase in self.behind)
+                yield from ((phase, self._tests) for phase in self.following)
+        yield from ((phase, 1) for phase in self.following)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pieces:
-    """A stretch of phases: `updates` updates of `train`, epoch after epoch, with `behind` after each `every`-th of them and
+    """A stretch of phases: `updates` updates of `train`, epoch after epoch, with `following` after each `every`-th of them and
     after the last.
 
-    `train` is a whole epoch. A piece ends at the end of an epoch, before `behind`, or with the last update.
+    `train` is a whole epoch. A piece ends at the end of an epoch, before `following`, or with the last update.
     """
 
     train: Phase
     updates: int
-    behind: tuple[Phase, ...]
+    following: tuple[Phase, ...]
     every: int | None = None
-    """Updates between two times `behind`; None: only at the end."""
+    """Updates between two times `following`; None: only at the end."""
 
     @property
     def epochs(self) -> int:
@@ -325,14 +325,14 @@ class Pieces:
         return -(-self.updates // self.train.updates)
 
     def __len__(self) -> int:
-        return self._begins(self.updates - 1) + 1 + len(self.behind)
+        return self._begins(self.updates - 1) + 1 + len(self.following)
 
     def _begins(self, update: int) -> int:
         """Returns the number of phases before the piece that has `update`."""
         epoch, every = self.train.updates, self.every
         if every is None:
             return update // epoch
-        return update // epoch + update // every - update // lcm(epoch, every) + len(self.behind) * (update // every)
+        return update // epoch + update // every - update // lcm(epoch, every) + len(self.following) * (update // every)
 
     def _place(self, index: int) -> tuple[int, int]:
         """Returns (first update of the last piece that begins at or before `index`, phases since)."""
@@ -346,7 +346,7 @@ class Pieces:
 
     def __getitem__(self, index: int) -> Phase:
         first, at = self._place(index)
-        return self._piece(first) if at == 0 else self.behind[at - 1]
+        return self._piece(first) if at == 0 else self.following[at - 1]
 
     def _piece(self, first: int) -> Phase:
         """Returns the piece that begins with update number `first`, from 0."""
@@ -367,7 +367,7 @@ class Pieces:
     @property
     def _last(self) -> int:
         """Number of the first phase after all pieces."""
-        return len(self) - len(self.behind)
+        return len(self) - len(self.following)
 
     def stands(self, index: int) -> tuple[int, int | None]:
         """Returns (epochs that are over before `index`, phases since; None: none). All are over after the last piece."""
@@ -377,23 +377,23 @@ class Pieces:
         since = index - self._begins(epoch * self.train.updates)
         return epoch, since or None
 
-    def index_of(self, epochs: int, behind: int | None) -> int:
+    def index_of(self, epochs: int, following: int | None) -> int:
         """Inverse of `stands`."""
-        return (self._last if epochs >= self.epochs else self._begins(epochs * self.train.updates)) + (behind or 0)
+        return (self._last if epochs >= self.epochs else self._begins(epochs * self.train.updates)) + (following or 0)
 
     def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
         """Yields the phases from `first` to `stop`, and how often each comes. Pieces count as one, with their average number
         of rows."""
-        behind = [self._tests(stop, which) - self._tests(first, which) for which in range(len(self.behind))]
-        pieces = stop - first - sum(behind)
+        following = [self._tests(stop, which) - self._tests(first, which) for which in range(len(self.following))]
+        pieces = stop - first - sum(following)
         if pieces:
             rows, more = divmod(self._rows(stop) - self._rows(first), pieces)
             begun = self._piece(self._place(first)[0])
             yield from ((replace(begun, rows=n), times) for n, times in ((rows + 1, more), (rows, pieces - more)) if times)
-        yield from ((phase, times) for phase, times in zip(self.behind, behind, strict=True) if times)
+        yield from ((phase, times) for phase, times in zip(self.following, following, strict=True) if times)
 
     def _tests(self, index: int, which: int) -> int:
-        """Returns how often number `which` of `behind` comes before `index`."""
+        """Returns how often number `which` of `following` comes before `index`."""
         first, at = self._place(index)
         return (first // self.every if self.every is not None else 0) + (at > which + 1)
 
@@ -411,23 +411,23 @@ class Pieces:
         """Yields the first piece, one that stands for all others, and the phases after them; each with how many phases of the
         stretch it stands for."""
         tests = _times(self.updates, self.every)
-        pieces = self._last - tests * len(self.behind)
+        pieces = self._last - tests * len(self.following)
         first = self._piece(0)
         yield first, 1
         if tests:
-            yield from ((phase, tests) for phase in self.behind)
+            yield from ((phase, tests) for phase in self.following)
         if pieces > 1:
             updates = max(1, round((self.updates - first.updates) / (pieces - 1)))
             yield replace(first, rows=min(updates * first.batch, self.train.rows)), pieces - 1
-        yield from ((phase, 1) for phase in self.behind)
+        yield from ((phase, 1) for phase in self.following)
 
 
-def training(train: Phase, epochs: int, updates: int | None, behind: tuple[Phase, ...], tests: Interval) -> Epochs | Pieces:
-    """Returns `epochs` passes of `train`, a whole epoch, or `updates` of it, with `behind` at every `tests` and at the end."""
+def training(train: Phase, epochs: int, updates: int | None, following: tuple[Phase, ...], tests: Interval) -> Epochs | Pieces:
+    """Returns `epochs` passes of `train`, a whole epoch, or `updates` of it, with `following` at every `tests` and last."""
     if updates is None and tests.updates is None:
-        return Epochs(train=replace(train, epochs=epochs), epochs=epochs, behind=behind, every=tests.epochs)
+        return Epochs(train=replace(train, epochs=epochs), epochs=epochs, following=following, every=tests.epochs)
     every = tests.updates if tests.epochs is None else tests.epochs * train.updates
-    return Pieces(train=train, updates=epochs * train.updates if updates is None else updates, behind=behind, every=every)
+    return Pieces(train=train, updates=epochs * train.updates if updates is None else updates, following=following, every=every)
 
 
 _WALKED = 4

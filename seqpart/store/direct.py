@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from seqpart.device.pages import PAGE, aligned, bytes_of, tell_watchers
+from seqpart.device.pages import PAGE, aligned, bytes_of, count_file_pages
 from seqpart.errors import CorruptFile, DirectoryUnusable, DiskFull, StoreError, shown
 from seqpart.files import PRIVATE, aside, made, made_over, opened
 
@@ -81,7 +81,7 @@ class DirectFile:
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Fills `memory` from `offset` on; returns the bytes read, fewer only at the end of the file."""
         done = 0
-        tell_watchers(memory, write=True)
+        count_file_pages(memory, write=True)
         while done < len(memory):
             try:
                 got = os.preadv(self._fd, [memory[done : done + REQUEST]], offset + done)
@@ -97,7 +97,7 @@ class DirectFile:
 
     def write_from(self, memory: memoryview, offset: int) -> None:
         done = 0
-        tell_watchers(memory, write=False)
+        count_file_pages(memory, write=False)
         while done < len(memory):
             try:
                 done += os.pwritev(self._fd, [memory[done : done + REQUEST]], offset + done)

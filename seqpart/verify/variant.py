@@ -73,9 +73,9 @@ class Variant:
             recorder.record(session)
         word = "noticed" if falsify else "differs"
         seen = "" if digests.first is None else f"  {word} in {digests.first} {digests.first.when(digests.steps)}"
-        self.tell(reporter, time.perf_counter() - began, seen)
+        self.report(reporter, time.perf_counter() - began, seen)
 
-    def tell(self, reporter: Reporter, seconds: float, seen: str) -> None:
+    def report(self, reporter: Reporter, seconds: float, seen: str) -> None:
         """Reports its peak in a line."""
         reporter.say(f"  {self.name:<9}  {self.method:<12}  peak {format_size(self.peak):>8}  {seconds:6.1f} s{seen}")
 

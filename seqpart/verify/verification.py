@@ -152,7 +152,7 @@ def _compared(
     if compared.first is not None:
         again = Digests(steps, wanted=(compared.first, kept))
         replace(limited, name="again").run(again, reporter)
-        raise VerifyMismatch(_told(limited, other, compared.first, first, again))
+        raise VerifyMismatch(_difference_in_words(limited, other, compared.first, first, again))
     if control.first is None:
         raise VerifyMismatch(
             f"the check is blind: {limited.method} was run once more with falsified activations and gradients, and all tensors "
@@ -189,7 +189,7 @@ def _compare_with_plain_loop(
             found = train_plainly(session, model, first.steps)
     except Unlike as other:
         return str(other)
-    whole.tell(reporter, time.perf_counter() - began, "")
+    whole.report(reporter, time.perf_counter() - began, "")
     for (number, name), tensor in found.items():
         key = Key(first.steps, VALUE, number, f"{limited.prepared.chain[number].name}.{name}")
         if first.seen.get(key) != digest_of(tensor):
@@ -358,7 +358,7 @@ def _reference(limited: Variant, trainer: Trainer, train: Split) -> Variant:
     return found
 
 
-# --- what is said -------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------------------------
 
 
 def _announced(limited: Variant, other: Variant, steps: int) -> str:
@@ -382,7 +382,7 @@ def _agreement(limited: Variant, other: Variant, digests: Digests, caught: str) 
     )  # fmt: skip
 
 
-def _told(limited: Variant, other: Variant, key: Key, first: Digests, again: Digests) -> str:
+def _difference_in_words(limited: Variant, other: Variant, key: Key, first: Digests, again: Digests) -> str:
     """Describes the difference, its size, and whether the model is repeatable at all."""
     if again.seen.get(key) == first.seen.get(key):
         cause = (

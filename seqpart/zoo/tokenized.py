@@ -50,8 +50,8 @@ def tokenizer(folder: Path | None) -> Encode:
     except ImportError as error:
         raise OptionError(f'--tokenizer {folder}: {error.name} is missing: pip install "seqpart[hf]".') from None
     except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise OptionError(f"--tokenizer {folder}: no tokenizer can be read there: {said}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise OptionError(f"--tokenizer {folder}: no tokenizer can be read there: {reason}") from error
 
 
 def _of_file(path: Path) -> Encode:

@@ -11,7 +11,7 @@ from seqpart import Trainer
 from seqpart.errors import Interrupted, OptionError
 from seqpart.methods import objectives
 from seqpart.methods.method import PartitionTraining, Workload
-from seqpart.methods.objectives import OBJECTIVES, lack_of
+from seqpart.methods.objectives import OBJECTIVES, why_unsuited
 from seqpart.methods.sil import SIL
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.phase import PhaseKind
@@ -193,7 +193,8 @@ def test_after_a_failed_allocation_no_labels_of_before_are_kept(made, tmp_path, 
 )  # fmt: skip
 def test_one_feature_has_no_direction(objective, shape, label_shape, lacks):
     """Normalized it is always zero, and so was every gradient; the planner preferred such cuts, as the smallest."""
-    assert lacks in lack_of(objective, shape, label_shape) and bool(lacks) == bool(lack_of(objective, shape, label_shape))
+    why = why_unsuited(objective, shape, label_shape)
+    assert lacks in why and bool(lacks) == bool(why)
 
 
 def test_a_plan_does_not_cut_where_one_feature_passes(tmp_path):

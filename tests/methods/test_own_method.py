@@ -39,7 +39,7 @@ class Greedy(Method):
             outputs = replace(test, kind=PhaseKind.CACHE, rows=work.train_rows)
             train = replace(outputs, kind=PhaseKind.TRAIN, batch=part.batch_size, epochs=part.epochs, shuffle=work.shuffle)
             behind = (test,) if p == last else (outputs, test)
-            stretches.append(Epochs(train=train, epochs=part.epochs, behind=behind))
+            stretches.append(Epochs(train=train, epochs=part.epochs, following=behind))
         return Phases(stretches)
 
     def loss(self, targets):

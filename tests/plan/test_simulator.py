@@ -46,7 +46,7 @@ def test_equal_micro_batches_that_are_not_walked_through_change_neither_the_peak
         stays=stays,
         keeps=keeps,
     )
-    phases = Phases([Epochs(train=replace(whole_network(work, streamed=streamed), epoch=1), epochs=1, behind=())])
+    phases = Phases([Epochs(train=replace(whole_network(work, streamed=streamed), epoch=1), epochs=1, following=())])
     problem = chains.problem_of(chain, 1 << 40, micro_batch=micro_batch, starts=tuple(range(count)), speeds=SPEEDS)
     costs = [cost for _, _, cost in parts_of(problem, micro_batch, range(count))]
     resources = Resources(
@@ -70,7 +70,7 @@ def loaded(at_host, *, more):
     costs = [cost for _, _, cost in parts_of(problem, 8, (0, 1))]
     training = [PartitionTraining(epochs=2, batch_size=8, micro_batch=8, trainable=True) for _ in costs]
     work = Workload(train_rows=16, test_rows=0, shuffle=False, partitions=tuple(training), defers_updates=False)
-    phases = Phases([Epochs(train=replace(whole_network(work, streamed=True), epoch=1), epochs=2, behind=())])
+    phases = Phases([Epochs(train=replace(whole_network(work, streamed=True), epoch=1), epochs=2, following=())])
     simulator = Simulator(phases, costs, LINKED, Resources(at_host=frozenset({0, 1} if at_host else ())))
     steps = [step for step in simulator.run(steps_of(phases)) if step.step.verb is Verb.LOAD and step.step.more is more]
     return steps[-1]

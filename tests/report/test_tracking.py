@@ -28,7 +28,7 @@ class MetricSinks:
         self.opened.append((name, run, behind))
         return self
 
-    def tell(self, step, values):
+    def log(self, step, values):
         assert all(isinstance(value, float) for value in values.values())
         self.told.append((step, dict(values)))
 

@@ -21,7 +21,7 @@ def stretches(draw):
     stage, p = draw(st.integers(0, 1)), draw(st.integers(0, 2))
     made = [replace(phase, partition=p, stage=stage) for phase in (TRAIN, CACHE, TEST)]
     return Epochs(
-        train=made[0], epochs=draw(st.integers(0, 9)), behind=tuple(made[draw(st.integers(1, 3)) :]),
+        train=made[0], epochs=draw(st.integers(0, 9)), following=tuple(made[draw(st.integers(1, 3)) :]),
         every=draw(st.one_of(st.none(), st.integers(1, 11))),
     )  # fmt: skip
 
@@ -31,8 +31,8 @@ def spelled_out(stretch):
     for epoch in range(1, stretch.epochs + 1):
         yield replace(stretch.train, epoch=epoch)
         if stretch.every is not None and epoch % stretch.every == 0 and epoch < stretch.epochs:
-            yield from stretch.behind
-    yield from stretch.behind
+            yield from stretch.following
+    yield from stretch.following
 
 
 @given(parts=st.lists(stretches(), max_size=4), data=st.data())
@@ -65,7 +65,7 @@ def test_an_optimizer_state_is_needed_again_as_a_walk_through_the_list_would_fin
 
 
 def test_a_billion_epochs_take_no_time():
-    phases = Phases([Epochs(train=TRAIN, epochs=10**9, behind=(CACHE, TEST), every=1)])
+    phases = Phases([Epochs(train=TRAIN, epochs=10**9, following=(CACHE, TEST), every=1)])
     assert len(phases) == 3 * 10**9
     assert phases[-3].epoch == 10**9
     assert dict(counted(phases[10:])) == {replace(TRAIN, epoch=5): 10**9 - 4, CACHE: 10**9 - 3, TEST: 10**9 - 3}

@@ -20,7 +20,7 @@ def stretches(draw):
     rows, batch = draw(st.integers(1, 12)), draw(st.integers(1, 4))
     return Pieces(
         train=Phase(kind=PhaseKind.TRAIN, partition=0, rows=rows, batch=batch, micro_batch=batch, shuffle=True),
-        updates=draw(st.integers(1, 30)), behind=tuple(TESTS[: draw(st.integers(0, 2))]),
+        updates=draw(st.integers(1, 30)), following=tuple(TESTS[: draw(st.integers(0, 2))]),
         every=draw(st.one_of(st.none(), st.integers(1, 9))),
     )  # fmt: skip
 
@@ -42,7 +42,7 @@ def spelled_out(stretch):
         )  # fmt: skip
         first = update
         if tests or update == stretch.updates:
-            yield from stretch.behind
+            yield from stretch.following
 
 
 def alike(phase):
@@ -78,7 +78,7 @@ def test_a_place_in_words_is_the_place_and_all_is_over_behind_the_last_piece(str
     found = [stretch.stands(index) for index in range(len(stretch))]
     assert [stretch.index_of(*place) for place in found] == list(range(len(stretch)))
     over = [epochs == stretch.epochs for epochs, _ in found]
-    assert over == [False] * (len(stretch) - len(stretch.behind)) + [True] * len(stretch.behind)
+    assert over == [False] * (len(stretch) - len(stretch.following)) + [True] * len(stretch.following)
 
 
 @given(stretch=stretches(), data=st.data())
@@ -98,14 +98,14 @@ def test_what_is_walked_through_stands_for_all_phases(stretch):
 
 def test_a_billion_epochs_take_no_time():
     train = Phase(kind=PhaseKind.TRAIN, partition=0, rows=10, batch=2, micro_batch=2)
-    phases = Phases([Pieces(train=train, updates=5 * 10**9, behind=tuple(TESTS), every=3)])
+    phases = Phases([Pieces(train=train, updates=5 * 10**9, following=tuple(TESTS), every=3)])
     assert (phases[-3].epoch, phases[-3].within.skips) == (10**9, 6)
     assert sum(phase.rows * times for phase, times in counted(phases) if phase.kind is PhaseKind.TRAIN) == 10**10
 
 
 def test_whole_epochs_stay_what_they_were():
     train = Phase(kind=PhaseKind.TRAIN, partition=0, rows=10, batch=2, micro_batch=2)
-    whole = Epochs(train=replace(train, epochs=2), epochs=2, behind=tuple(TESTS), every=1)
+    whole = Epochs(train=replace(train, epochs=2), epochs=2, following=tuple(TESTS), every=1)
     assert training(train, 2, None, tuple(TESTS), Interval(epochs=1)) == whole
     by_updates = training(train, 2, None, tuple(TESTS), Interval(updates=5))
     places = [(phase.kind, phase.epoch, phase.rows) for phase in Phases([by_updates])]

@@ -26,7 +26,7 @@ def stretches(draw):
         turns=tuple(
             replace(turn, partition=1 + n, within=EpochSlice(skips=n * rows, rows_of=0)) for n in range(draw(st.integers(1, 3)))
         ),
-        behind=tuple(tests[: draw(st.integers(1, 3))]), every=draw(st.one_of(st.none(), st.integers(1, 4))),
+        following=tuple(tests[: draw(st.integers(1, 3))]), every=draw(st.one_of(st.none(), st.integers(1, 4))),
     )  # fmt: skip
 
 
@@ -46,8 +46,8 @@ def spelled_out(stretch):
                 )  # fmt: skip
             yield replace(MERGE, epoch=number)
         if stretch.every is not None and epoch % stretch.every == 0 and epoch < stretch.epochs:
-            yield from stretch.behind
-    yield from stretch.behind
+            yield from stretch.following
+    yield from stretch.following
 
 
 def alike(phase):

@@ -17,7 +17,7 @@ PASS, TEST = (Phase(kind=kind, partition=0, rows=1, batch=1, micro_batch=1) for 
 
 @given(passes=st.integers(0, 40), every=st.one_of(st.none(), st.integers(1, 50)))
 def test_the_test_rows_come_behind_every_nth_pass_and_behind_the_last_once(passes, every):
-    found = list(Phases([Epochs(train=PASS, epochs=passes, behind=(TEST,), every=every)]))
+    found = list(Phases([Epochs(train=PASS, epochs=passes, following=(TEST,), every=every)]))
     assert [phase.epoch for phase in found if phase is not TEST] == list(range(1, passes + 1)) and found[-1] is TEST
     behind = [at - found[:at].count(TEST) for at, phase in enumerate(found) if phase is TEST]
     assert behind == sorted({*(range(every, passes, every) if every else ()), passes})

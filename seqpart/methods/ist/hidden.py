@@ -91,7 +91,7 @@ def hidden_layers(modules: Sequence[nn.Module]) -> list[HiddenLayer]:
         taker = leaves[number + len(between) + 1]
         if not any(isinstance(one.module, NORMS) for one in between):
             bare.append(f"{leaf} and {taker}")
-        found.append(_between(leaf, between, taker, _normalised_behind(leaves, number + len(between) + 1)))
+        found.append(_between(leaf, between, taker, _normalised_after(leaves, number + len(between) + 1)))
     if bare:
         raise ModelError(
             "method ist needs a normalisation in every hidden layer, since a neuron of a subnet gets the inputs of that subnet "
@@ -234,7 +234,7 @@ def _width(module: nn.Module) -> int | None:
     return int(shape[0]) if len(shape) == 1 else None
 
 
-def _normalised_behind(leaves: Sequence[_Leaf], number: int) -> bool:
+def _normalised_after(leaves: Sequence[_Leaf], number: int) -> bool:
     behind = (leaf.module for leaf in leaves[number + 1 :])
     following = next((module for module in behind if not isinstance(module, _SILENT)), None)
     return isinstance(following, NORMS)

@@ -79,15 +79,15 @@ class IstMethod(Method):
         turns = tuple(
             replace(
                 _moved(turn, subnets.whole + part * each), within=EpochSlice(skips=part * share, rows_of=0),
-                elsewhere=part % work.ranks != work.rank, apart=work.ranks > 1,
+                elsewhere=part % work.ranks != work.rank, independent=work.ranks > 1,
             )
             for part in range(subnets.count)
         )  # fmt: skip
-        merge = replace(split, kind=PhaseKind.MERGE, rank=work.rank, ranks=work.ranks, apart=work.ranks > 1)
+        merge = replace(split, kind=PhaseKind.MERGE, rank=work.rank, ranks=work.ranks, independent=work.ranks > 1)
         return Phases([
             Rounds(
                 split=split, turns=turns, merge=merge, local=subnets.local_steps, epochs=epochs,
-                behind=(*_statistics(work), *_tests(work)), every=work.tests.epochs,
+                following=(*_statistics(work), *_tests(work)), every=work.tests.epochs,
             )
         ])  # fmt: skip
 

@@ -110,7 +110,7 @@ class Parts:
         }
 
     @property
-    def said(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Describes how hidden layers are divided, equal ones once."""
         found: dict[str, int] = {}
         for layer in self.layers:
@@ -120,14 +120,14 @@ class Parts:
             text = f"{layer.units if size == 1 else each} {what}"
             found[text] = found.get(text, 0) + 1
         layers = ", ".join(f"{count} of {text}" for text, count in found.items())
-        said = [f"hidden layers divided among them: {layers}"] if layers else []
+        words = [f"hidden layers divided among them: {layers}"] if layers else []
         if self.section is not None and self.count > 1:
             first, *_, last = self.section.blocks
-            said.append(f"residual blocks {first}..{last} dealt out among them, {len(self.section.blocks)} in all")
+            words.append(f"residual blocks {first}..{last} dealt out among them, {len(self.section.blocks)} in all")
         whole = [b for b in range(self.blocks) if not self.cuts[b] and not self.is_dealt(b)]
         if whole:
-            said.append(f"blocks {', '.join(map(str, whole[:8]))}{', ...' if len(whole) > 8 else ''} whole in each")
-        return [f"{self.count} subnet(s), {'; '.join(said)}"]
+            words.append(f"blocks {', '.join(map(str, whole[:8]))}{', ...' if len(whole) > 8 else ''} whole in each")
+        return [f"{self.count} subnet(s), {'; '.join(words)}"]
 
     def _group_of(self, layer: HiddenLayer) -> int:
         return 1 if layer.alone else self.group
