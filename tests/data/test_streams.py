@@ -105,7 +105,7 @@ def test_classes_that_are_not_among_the_first_rows_of_a_stream_are_no_surprise(t
 
 
 def test_who_counts_says_how_far_he_is_and_may_be_interrupted(monkeypatch, capsys):
-    monkeypatch.setattr(given, "TELLS_EVERY", 0.0)
+    monkeypatch.setattr(given, "SECONDS_BETWEEN_LINES", 0.0)
 
     class Interrupted(Stream):
         def __iter__(self):
