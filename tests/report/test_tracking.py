@@ -79,7 +79,7 @@ def test_partitions_that_are_trained_one_after_the_other_have_names_of_their_own
 
 
 def test_a_tracker_that_fails_ends_and_training_does_not(heard, tmp_path, caplog):
-    heard.tell = lambda step, values: 1 / 0
+    heard.log = lambda step, values: 1 / 0
     found = trained(tmp_path, MODEL, (8,), method="full", log="wandb")
     assert found.proof.violations == 0
     assert 'log="wandb" is no longer used: ZeroDivisionError' in caplog.text
