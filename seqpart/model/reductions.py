@@ -61,6 +61,8 @@ class Reduction:
     """The label that does not count."""
     tried: bool = False
     """True if it was found by a trial, and is to be checked against real outputs."""
+    of_tests: "Reduction | None" = None
+    """The reduction of passes without gradients, if their labels need another than the training rows'."""
 
 
 BY_ROWS = Reduction()
@@ -99,6 +101,8 @@ def judged(
     reduction: None for fake tensors, which can be differentiated but not counted. span: the micro-batch's place in an update
     whose gradients are computed.
     """
+    if reduction is not None and reduction.of_tests is not None and not torch.is_grad_enabled():
+        reduction = reduction.of_tests
     count = None if reduction is None or reduction.counts is None else _number(reduction.counts(labels))
     if isinstance(loss, LossInChunks):
         if reduction is not None and span is not None and torch.is_grad_enabled():
@@ -188,8 +192,8 @@ def reduction_of(
     if _is_ours(known.counts) and labels.is_floating_point() and (tested.is_floating_point() or not len(tested)):
         return BY_ROWS  # of probabilities, whatever the weights
     alike = _is_ours(known.counts) and known.counts.keywords["weight"] is None
-    if alike and not (holds(labels, known.ignored) or holds(tested, known.ignored)):
-        return Reduction(ignored=known.ignored)  # the bits of a plain loop
+    if alike and not holds(labels, known.ignored):  # the bits of a plain loop, whatever the test rows are
+        return Reduction(ignored=known.ignored, of_tests=known if holds(tested, known.ignored) else None)
     return known
 
 

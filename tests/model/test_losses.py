@@ -188,3 +188,24 @@ def test_label_smoothing_of_another_loss_is_refused(loss, y, words):
         Trainer(nn.Sequential(nn.Linear(6, 4)), loss, label_smoothing=0.1, **given).plan((torch.randn(24, 6), y))
     with pytest.raises(OptionError, match="label_smoothing: expected a share from 0 up to 1"):
         Trainer(nn.Sequential(nn.Linear(6, 4)), label_smoothing=1.0, **given)
+
+
+def test_labels_that_do_not_count_among_the_test_rows_change_no_bit_of_the_training(tmp_path):
+    """Micro-batches were added up by what counts in them, which rounds otherwise, for a -100 that was only tested on."""
+    x, y = torch.randint(50, (96, 12)), torch.randint(50, (96, 12))
+    some = y[:16].clone()
+    some[:, 0] = IGNORED
+    model = nn.Sequential(nn.Embedding(50, 48), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 50))
+
+    def trained(name, test):
+        own = copy.deepcopy(model)
+        found = Trainer(
+            own, mem_limit="2GB", method="full", batch_size=24, micro_batch_size=7, epochs=2, lr=1e-2, quiet=True,
+            output_dir=tmp_path / name,
+        ).fit((x, y), test)  # fmt: skip
+        return own, found
+
+    (first, _), (second, found) = trained("without", None), trained("with", (x[:16], some))
+    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
+    expected = F.cross_entropy(second(x[:16]).flatten(0, 1), some.flatten())
+    assert found.test_loss == pytest.approx(expected.item(), rel=1e-5)
