@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -13,7 +13,7 @@ from seqpart.callbacks import MetricValue
 from seqpart.errors import Diverged, OptionError
 from seqpart.schedule.phase import Phase, PhaseKind, Span
 from seqpart.schedule.steps import PhaseDone
-from seqpart.schema import Finite, Whole, word_of
+from seqpart.schema import Finite, Whole
 
 ComputeMetrics = Any
 """A function of (outputs, labels), an object with update, compute and reset, or a dict of such objects by name."""
@@ -23,7 +23,6 @@ class Tally(msgspec.Struct, kw_only=True):
     """`Metrics` as stored in a checkpoint."""
 
     loss: float
-    dtype: Annotated[str, word_of("float64", "float32", "bfloat16", "float16")] | None
     correct: Finite
     judged: Whole
     rows: Whole
@@ -55,7 +54,7 @@ class Metrics:
         judged: scores (n, classes, ...), or the likeliest classes (n,), and labels (n, ...), of which those below 0 do not
         count; None without classes.
         """
-        self.loss = self.loss + total
+        self.loss = self.loss + total.double()
         self.rows += rows
         self.weight += weight
         self.parts = {**self.parts, **{name: self.parts.get(name, 0.0) + part for name, part in parts.items()}}
@@ -97,20 +96,16 @@ class Metrics:
         return float(self.correct) / float(self.judged) if self.judged else None
 
     def tally(self) -> Tally:
-        dtype = str(self.loss.dtype).removeprefix("torch.") if isinstance(self.loss, torch.Tensor) else None
         return Tally(
-            loss=float(self.loss), dtype=dtype, correct=float(self.correct), judged=int(self.judged), rows=self.rows,
+            loss=float(self.loss), correct=float(self.correct), judged=int(self.judged), rows=self.rows,
             weight=float(self.weight), parts={name: float(part) for name, part in self.parts.items()},
         )  # fmt: skip
 
     @classmethod
-    def of(cls, found: Tally, device: torch.device) -> "Metrics":
-        """Restores metrics exactly, with the type of the loss, in which later sums round."""
-        loss: torch.Tensor | float = found.loss
-        if found.dtype is not None:
-            loss = torch.tensor(loss, dtype=getattr(torch, found.dtype), device=device)
+    def of(cls, found: Tally) -> "Metrics":
+        """Restores metrics exactly."""
         weight = found.rows if found.weight is None else found.weight
-        return cls(loss, found.correct, found.judged, found.rows, weight, found.parts)
+        return cls(found.loss, found.correct, found.judged, found.rows, weight, found.parts)
 
 
 class OwnMetrics:

@@ -81,7 +81,7 @@ class LossValue(NamedTuple):
 
     @property
     def total(self) -> torch.Tensor:
-        """Sum of losses without a graph, for the mean over a pass."""
+        """Sum of losses without a graph, in float64, for the mean over a pass: bfloat16 stops to grow after a few hundred."""
         return self._total(self.loss)
 
     @property
@@ -90,7 +90,7 @@ class LossValue(NamedTuple):
         return {name: self._total(part) for name, part in self.parts.items()}
 
     def _total(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss.detach() if self.kind is Kind.SUM else loss.detach() * self.weight
+        return loss.detach().double() * (1.0 if self.kind is Kind.SUM else self.weight)
 
 
 def judged(

@@ -308,7 +308,7 @@ class Compute:
             return
         found, self._own = self._ranks.gather((self._own.tally(), self._counted)), None
         for sums, _ in found:
-            self.metrics.include(Metrics.of(sums, self.device.torch))
+            self.metrics.include(Metrics.of(sums))
         self._counted = sum(counted or 0.0 for _, counted in found) or None
 
     def _entering(self, step: Step, taken: Pack) -> tuple[Pack, dict[int, Arrival]]:

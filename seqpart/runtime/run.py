@@ -219,7 +219,7 @@ class Run:
         at, phases = resumed.position, self.prepared.phases
         if at.phase < len(phases) and phases[at.phase].elsewhere:  # another rank goes on with that turn
             return Position(at.phase + 1), None
-        return at, Metrics.of(resumed.state.tally, self._device.torch)
+        return at, Metrics.of(resumed.state.tally)
 
     def _run_stage(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
         """Runs `stage` to its end, to a stop, or to a failed allocation. Returns (what failed, position, metric sums)."""

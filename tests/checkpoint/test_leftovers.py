@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from seqpart.checkpoint.leftovers import SCRATCH_PREFIX, Kind, clear_leftovers, resumable, tell_leftovers, unknown
+from seqpart.checkpoint.leftovers import SCRATCH_PREFIX, Kind, clear_leftovers, report_leftovers, resumable, unknown
 from seqpart.checkpoint.marker import LOCK, MARKER, locked
 from seqpart.checkpoint.run_directory import RunDirectory
 from seqpart.store.scratch import CHECKPOINT, PREVIOUS
@@ -41,7 +41,7 @@ def assert_kept(parent, *words):
     before = tree(parent)
     assert clear_leftovers(parent) == (0, 0)
     assert tree(parent) == before
-    told = " ".join(tell_leftovers(parent, 0))
+    told = " ".join(report_leftovers(parent, 0))
     assert all(word in told for word in words), told
     assert tree(parent) == before
 
@@ -63,14 +63,14 @@ def test_interrupted_runs_beside_one_are_named(tmp_path, monkeypatch):
         fill(directory, size)
         save(directory)
         directory.close("interrupted")
-    (told,) = tell_leftovers(tmp_path / "runs", 0)
+    (told,) = report_leftovers(tmp_path / "runs", 0)
     runs = tmp_path / "runs"
     assert told == (
         f"5 interrupted run(s) beside this one hold 1.4 KB: {runs / 'large'}, {runs / 'a'}, {runs / 'b'} and 2 more. "
         "Resume each with --resume DIR, or from the script that started it, or remove it"
     )
     monkeypatch.chdir(tmp_path)
-    (told,) = tell_leftovers(Path("runs"), 0)
+    (told,) = report_leftovers(Path("runs"), 0)
     assert ": runs/large, runs/a, runs/b and 2 more." in told
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks.campaign.lies import TOLD, at, body_of, changes, checkpoint_of, places, put
 from seqpart import Trainer
-from seqpart.checkpoint.leftovers import Kind, judged, tell_leftovers
+from seqpart.checkpoint.leftovers import Kind, judged, report_leftovers
 from seqpart.checkpoint.manifest import CHECKPOINT, PREVIOUS
 from seqpart.checkpoint.marker import MARKER
 from seqpart.checkpoint.run_directory import RunDirectory
@@ -231,7 +231,7 @@ def test_a_marker_with_one_wrong_thing_keeps_what_is_there_or_is_told(tmp_path, 
     with Folder.at(root) as folder:
         found = judged(folder)
     assert found is not None
-    told = [*tell_leftovers(root.parent, 0)]
+    told = [*report_leftovers(root.parent, 0)]
     if found.kind is Kind.UNKNOWN:
         assert found.why in told[0]
         assert [*(root / "homes").glob("*.safetensors")]

@@ -209,3 +209,21 @@ def test_labels_that_do_not_count_among_the_test_rows_change_no_bit_of_the_train
     assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
     expected = F.cross_entropy(second(x[:16]).flatten(0, 1), some.flatten())
     assert found.test_loss == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_losses_in_16_bits_are_averaged_without_rounding(tmp_path):
+    """Summed in bfloat16 they stopped to grow after a few hundred: a loss of 2.3 was reported as 1.0."""
+    x, y = torch.randn(1200, 4), torch.arange(1200) % 10
+    model = nn.Linear(4, 10)
+
+    def loss(output, labels):
+        return -F.log_softmax(output, -1).to(torch.bfloat16).gather(-1, labels[:, None]).mean()
+
+    found = Trainer(
+        model, loss, mem_limit="2GB", method="full", batch_size=2, micro_batch_size=2, epochs=1, lr=1e-9, dtype="bf16",
+        output_dir=tmp_path / "run", quiet=True,
+    ).fit((x, y), (x, y))  # fmt: skip
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = sum(float(loss(model(rows), labels)) for rows, labels in zip(x.split(2), y.split(2), strict=True)) / 600
+    assert found.test_loss == pytest.approx(expected, rel=1e-6)
+    assert found.train_losses[0] == pytest.approx(expected, rel=1e-3)
