@@ -115,7 +115,7 @@ def test_rows_come_in_the_type_that_the_model_takes(given, dtype, tmp_path):
     several, both = given.startswith("dict"), torch.randn(32, 7, dtype=torch.complex128 if dtype.is_complex else torch.float64)
     both = both.to(dtype)
     model = (Two if several else One)(dtype)
-    expected, named = copy.deepcopy(model), {"left": both[:, :4], "right": both[:, 4:]}
+    expected, named = copy.deepcopy(model), {"left": both[:, :4].contiguous(), "right": both[:, 4:].contiguous()}
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, fused=not dtype.is_complex)
     y = torch.arange(32) % 5
     for _ in range(2):
