@@ -26,7 +26,7 @@ from seqpart.model.metrics import Metrics, MetricSinks
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import LossValue, share_of_update
 from seqpart.plan.planner import ExecutionPlan
-from seqpart.runtime.boundary_io import BoundaryExchange, BoundaryIO, falsified
+from seqpart.runtime.boundary_io import BoundaryIO, falsified
 from seqpart.runtime.elements import Elements
 from seqpart.runtime.graph_offload import Arrival, Graph, GraphOffload, apart_from, entering
 from seqpart.runtime.partition import Partition
@@ -59,7 +59,7 @@ class Exchanges:
 
     boundaries: Boundaries
     reader_thread: ReaderThread
-    between: BoundaryExchange
+    between: BoundaryIO
     graphs: GraphOffload | None
     falsify: bool
     """True if what backward takes from `between` is slightly wrong: the control run of `verify`."""
@@ -81,7 +81,7 @@ class Compute:
         self.judged = 0
         """Number of losses that were computed."""
         self._losses, self._row_packs, self._seed, self._resumes = prepared.loss, prepared.row_packs, seed, start.updates > 0
-        self._handover = BoundaryIO(exchanges.between, [p.entering for p in partitions], [p.leaving for p in partitions])
+        self._handover = exchanges.between
         self._graphs, self._thread, self._falsify = exchanges.graphs, exchanges.reader_thread, exchanges.falsify
         self._own_loss: dict[int, PartitionLoss | None] = {}
         self._labels: dict[int, torch.Tensor] = {}

@@ -26,7 +26,7 @@ from seqpart.plan.planner import ExecutionPlan, Planner, Stage
 from seqpart.profile.partition import state_layouts
 from seqpart.report.reporter import Reporter
 from seqpart.runtime import replanning
-from seqpart.runtime.boundary_io import BoundaryExchange, open_exchange
+from seqpart.runtime.boundary_io import BoundaryIO, open_boundaries
 from seqpart.runtime.compute import Compute, Exchanges, Hooks
 from seqpart.runtime.executor import AllocationFailed, Executor
 from seqpart.runtime.exports import Exports
@@ -263,12 +263,12 @@ class Run:
 
     def _run_steps(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
         with ExitStack() as stack:
-            exchange = self._exchange(stage)
-            stack.callback(exchange.close)
+            between = self._between(stage)
+            stack.callback(between.close)
             graphs = self._graphs(stage)
             if graphs is not None:
                 stack.callback(graphs.close)
-            executor = self._executor(stage, exchange, graphs, start, metrics)
+            executor = self._executor(stage, between, graphs, start, metrics)
             phases = self.prepared.phases
             self.reporter.begin(phases, start, self.prepared.plan.limit, lambda: self.sampler.peak)
             stack.callback(self.reporter.end)
@@ -291,9 +291,9 @@ class Run:
         label = self.sampler.label()
         self.sampler.label = lambda: label
 
-    def _exchange(self, stage: Stage) -> BoundaryExchange:
+    def _between(self, stage: Stage) -> BoundaryIO:
         rows = max((phase.own.batch for phase, _ in counted(self.prepared.phases) if phase.through is not None), default=1)
-        return open_exchange(
+        return open_boundaries(
             stage.resources.tiers, self.prepared.partition_costs, rows, stage.micro_batch, self.homes.boundary_room,
             self.places.scratch.rows / "relay.part", self._device,
         )  # fmt: skip
@@ -308,7 +308,7 @@ class Run:
         )  # fmt: skip
 
     def _executor(
-        self, stage: Stage, exchange: BoundaryExchange, graphs: GraphOffload | None, start: Position, metrics: Metrics | None
+        self, stage: Stage, between: BoundaryIO, graphs: GraphOffload | None, start: Position, metrics: Metrics | None
     ) -> Executor:
         prepared, settings, granted = self.prepared, self._settings, stage.resources
         partitions = self._partitions = [
@@ -324,7 +324,7 @@ class Run:
             owners = {tie.owner for _, tie in partition.tied}
             partition.lenders = [other for other in partitions if owners.intersection(other.blocks)]
         exchanges = Exchanges(
-            boundaries=self.homes.boundaries, reader_thread=self.reader_thread, between=exchange, graphs=graphs,
+            boundaries=self.homes.boundaries, reader_thread=self.reader_thread, between=between, graphs=graphs,
             falsify=self._falsify,
         )  # fmt: skip
         hooks = Hooks(
