@@ -32,7 +32,7 @@ from seqpart.store.host_pool import HostPool
 from seqpart.store.layout import Layout
 from seqpart.store.movers import Watched, movers, unwatched
 from seqpart.store.scratch import HOME_FILES
-from seqpart.store.streams import FromFile, FromHost, Gathering, Sink, Source, ToHost, WithGaps, WithoutGaps
+from seqpart.store.streams import Gathering, Sink, Source, file_pieces, in_order
 from seqpart.store.tensor_file import TensorFiles, Version
 
 
@@ -474,29 +474,25 @@ class Store:
     def source(self, name: str, request: int) -> Source:
         """Returns a source of the tensors of `name` in order, read in pieces of `request` bytes. It must be closed."""
         home = self._homes[name]
-        return WithoutGaps(self._source(name, home, request), home.layout)
-
-    def _source(self, name: str, home: Home, request: int) -> Source:
         if home.host is not None:
-            return FromHost(home.host[: home.layout.nbytes])
+            return Source([bytes_of(home.host[: home.layout.nbytes])], home.layout)
         assert home.now is not None, f"{name} is not written yet"
         with self._count:
             self.traffic.bytes_read += home.layout.nbytes
-        return FromFile(self._files, home.now, request)
+        return Source(file_pieces(self._files, home.now, request), home.layout)
 
     @contextmanager
     def sink(self, name: str, layout: Layout, request: int) -> Iterator[Sink]:
         """A context in which the tensors of `name` are appended in order; after it they are its home."""
         home = self._place(name, layout)
+        self._will_change(home, self._epoch)
         if home.host is not None:
-            self._will_change(home, self._epoch)
-            yield WithGaps(ToHost(home.host[: layout.nbytes]), layout)
+            yield Sink(in_order(bytes_of(home.host[: layout.nbytes])), layout)
         else:
-            self._will_change(home, self._epoch)
             with self._new_version(name, home) as path, self._files.writing(path, layout) as writing:
-                sink = Gathering(writing.append, min(request, max(PAGE, layout.padded_nbytes)))
-                yield WithGaps(sink, layout)
-                sink.flush()
+                gathering = Gathering(writing.append, min(request, max(PAGE, layout.padded_nbytes)))
+                yield Sink(gathering.append, layout)
+                gathering.flush()
                 home.now = writing.finish()
             with self._count:
                 self.traffic.bytes_written += layout.nbytes
