@@ -13,7 +13,6 @@ import torch
 from seqpart.checkpoint.changes import layers_of, row_digests
 from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
 from seqpart.data.reader import ReaderThread
-from seqpart.device.device import Device
 from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
 from seqpart.device.sampler import MEMORY, Proof, Sampler
 from seqpart.errors import Diverged, Interrupted, LimitExceeded, OutOfMemory, StoreError, resuming
@@ -43,7 +42,6 @@ from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.progress import checked
 from seqpart.schedule.steps import Event, PhaseDone, Position, StepDone, Verb, steps_of
-from seqpart.settings import Settings
 from seqpart.units import format_size
 
 _GRANT_SECONDS = 0.5
@@ -66,8 +64,8 @@ class Run:
         falsify: bool = False,
     ) -> None:  # fmt: skip
         self.prepared, self.reporter, self.sampler = prepared, reporter, sampler
-        self._planner, self._observer, self._resumed, self._job = planner, observer or Observer(), resumed, job
-        self._settings, self._device, self._falsify, self.ranks = planner.settings, planner.device, falsify, planner.ranks
+        self.planner, self._observer, self._resumed, self._job = planner, observer or Observer(), resumed, job
+        self.settings, self.device, self._falsify, self.ranks = planner.settings, planner.device, falsify, planner.ranks
         before = resumed.state if resumed is not None else None
         self.losses = list(before.losses) if before is not None else []
         self.test = before.test if before is not None else None
@@ -83,7 +81,7 @@ class Run:
         reporter.plan(prepared.plan)
         stack.push(lambda kind, *_: self.interrupts.end(self._finished, failed=kind is not None))
         self.places = open_places(
-            prepared.plan, self._settings, reporter, stack, resumed=resumed, job=job, state=lambda: self._state
+            prepared.plan, self.settings, reporter, stack, resumed=resumed, job=job, state=lambda: self._state
         )
         sampler.timeline.leave(
             self.places.directory.result(MEMORY), limit=prepared.plan.limit, source=sampler.usage.source,
@@ -96,16 +94,16 @@ class Run:
         sampler.usage.grant(prepared.plan.host_limit)
         kept = before.loop if before is not None else LoopState(frozen=[*planner.late], learns=[*planner.late])
         self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_apart, planner.late)
-        self.watch = Watch(self._observer, self._settings, sampler, kept, self.pauses.pause)
+        self.watch = Watch(self._observer, self.settings, sampler, kept, self.pauses.pause)
         self.heard = self.watch.heard(len(prepared.plan.partitions), planner.test.sets)
         self.homes = WeightStore(planner, prepared, self.places.scratch, reporter, self._told, stack)
         self.homes.store.watched = self._observer.watched
-        if self._settings.saves:
+        if self.settings.saves:
             _ = self._identity  # it reads rows: now, and not while a partition takes memory
         since, criterion = self.resumed_at, self.watch.evaluations.criterion
-        self.exports = Exports(self._settings, self.places.directory.root, criterion, updates_before(prepared.phases, since)[0])
+        self.exports = Exports(self.settings, self.places.directory.root, criterion, updates_before(prepared.phases, since)[0])
         self.saving = Saving(
-            self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
+            self.settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
             store=self.homes.store, boundaries=self.homes.boundaries, reporter=reporter, interrupts=self.interrupts,
         )  # fmt: skip
 
@@ -123,33 +121,21 @@ class Run:
     @contextmanager
     def limited(self, *, rows: bool = True) -> Iterator[None]:
         """Fills the homes under the enforced limit, and keeps it enforced inside. rows: write the data's rows too."""
-        reading, plan = self._planner.reading, self.prepared.plan
+        reading, plan = self.planner.reading, self.prepared.plan
         beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
-        untouched = plan.untouched(self.prepared.costs, self._planner.full_batch)
-        with enforced(self._device, plan.limit, beside=beside, untouched=untouched) as self._grant:
+        untouched = plan.untouched(self.prepared.costs, self.planner.full_batch)
+        with enforced(self.device, plan.limit, beside=beside, untouched=untouched) as self._grant:
             self.homes.fill(self._resumed, rows=rows)
             self.homes.share()
             self._state = "failed"  # until `finish`
             yield
-
-    @property
-    def settings(self) -> Settings:
-        return self._settings
-
-    @property
-    def device(self) -> Device:
-        return self._device
-
-    @property
-    def planner(self) -> Planner:
-        return self._planner
 
     def finish(self, words: str) -> None:
         """Marks the run as done. words: the answer to a pending signal."""
         self._state, self._finished = "done", words
 
     def _told(self, when: str) -> AbstractContextManager[None]:
-        return translate_oom(self._device, f"{when}, inside the limit of {format_size(self.prepared.plan.limit)}")
+        return translate_oom(self.device, f"{when}, inside the limit of {format_size(self.prepared.plan.limit)}")
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -219,12 +205,12 @@ class Run:
         at, phases = resumed.position, self.prepared.phases
         if at.phase < len(phases) and phases[at.phase].elsewhere:  # another rank goes on with that turn
             return Position(at.phase + 1), None
-        return at, Metrics.of(resumed.state.tally, self._device.torch)
+        return at, Metrics.of(resumed.state.tally, self.device.torch)
 
     def _run_stage(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
         """Runs `stage` to its end, to a stop, or to a failed allocation. Returns (what failed, position, metric sums)."""
         self._held = self.sampler.usage.read()
-        with self._device.heap.kept(stage.heap):
+        with self.device.heap.kept(stage.heap):
             ended = yield from self._run_steps(stage, start, metrics)
             while ended[0] is None and self._begins_anew(stage, *ended[1:]):
                 # In the same heap: a new one would start above what libraries have kept in this one.
@@ -255,7 +241,7 @@ class Run:
             self.reporter.record("export", file=str(self.exports.write(self.homes.export)), updates=self.exports.last)
             self.homes.discard_others()
         except StoreError as error:
-            if self._settings.saves and not self._divides_state:
+            if self.settings.saves and not self._divides_state:
                 with suppress(StoreError):
                     self.saving.save(at, metrics)
                     self.reporter.add_note(error, f"The run is saved: go on with {resuming(self.places.directory.root)}")
@@ -295,7 +281,7 @@ class Run:
         rows = max((phase.own.batch for phase, _ in counted(self.prepared.phases) if phase.through is not None), default=1)
         return open_boundaries(
             stage.resources.tiers, self.prepared.partition_costs, rows, stage.micro_batch, self.homes.boundary_room,
-            self.places.scratch.rows / "relay.part", self._device,
+            self.places.scratch.rows / "relay.part", self.device,
         )  # fmt: skip
 
     def _graphs(self, stage: Stage) -> GraphOffload | None:
@@ -304,17 +290,17 @@ class Run:
         rooms = self.homes.graph_rooms(self.prepared.graph_rooms)
         return open_graphs(
             self.prepared.partition_costs, stage.offloads, micro_batches, rooms, self.places.scratch.rows / "graphs.part",
-            self._device,
+            self.device,
         )  # fmt: skip
 
     def _executor(
         self, stage: Stage, between: BoundaryIO, graphs: GraphOffload | None, start: Position, metrics: Metrics | None
     ) -> Executor:
-        prepared, settings, granted = self.prepared, self._settings, stage.resources
+        prepared, settings, granted = self.prepared, self.settings, stage.resources
         partitions = self._partitions = [
             Partition(
                 p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], self.homes.store,
-                self._device, optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=granted.borrows,
+                self.device, optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=granted.borrows,
                 weights_stay=p in granted.weights_stay,
                 host_steps=self.homes.host_steps if p in granted.host_steps else None,
             )
@@ -332,7 +318,7 @@ class Run:
             before_update=self._observer.before_update, failed=self._failed,
         )  # fmt: skip
         compute = Compute(
-            prepared, partitions, exchanges, self._device, hooks, seed=settings.seed, start=start, metrics=metrics,
+            prepared, partitions, exchanges, self.device, hooks, seed=settings.seed, start=start, metrics=metrics,
             ranks=self.ranks,
         )  # fmt: skip
         gradients = any(phase.defers_updates and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
@@ -340,18 +326,18 @@ class Run:
         shared = sorted(one.needs(to_update=True, gradients=gradients) for p, one in enumerate(partitions) if p not in own)
         parting = self._parting(stage)
         return Executor(
-            compute, Slots(shared[-granted.slots:], self._device, own), self.homes.store,
+            compute, Slots(shared[-granted.slots:], self.device, own), self.homes.store,
             clip_grad_norm=settings.clip_grad_norm, rate=self.rate_of(stage), ranks=self.ranks,
             parting=parting, gather=self.homes.gather if parting is None else parting.gather,
         )  # fmt: skip
 
     def rate_of(self, stage: Stage) -> Callable[[Phase, int], float | Groups]:
         """Returns the function of (phase, its finished updates) that gives the learning rate of all partitions it trains."""
-        schedule = self._settings.lr_schedule
+        schedule = self.settings.lr_schedule
         if isinstance(schedule, str):
-            factor = rate_schedule(schedule, self._settings.warmup_updates)
+            factor = rate_schedule(schedule, self.settings.warmup_updates)
             return lambda phase, done: factor(*phase.share_of(done))
-        whole, values = self._planner.whole_optimizer, lambda: self.watch.evaluations.values
+        whole, values = self.planner.whole_optimizer, lambda: self.watch.evaluations.values
         scheduler = cache(lambda optimizer: Scheduler(schedule, whole(optimizer), values))
         return lambda phase, done: scheduler(stage.optimizers[phase.partition]).at(phase.share_of(done)[0])
 
@@ -363,7 +349,7 @@ class Run:
             prepared.chain, [cost.layout for cost in prepared.costs],
             state_layouts(prepared.chain, prepared.costs, stage.optimizers[-1]),
             [(part.first, part.last) for part in prepared.plan.partitions], self.homes.store,
-            keeps_moments=self._settings.subnet_moments != "zero", ranks=self.ranks, give=self.homes.give,
+            keeps_moments=self.settings.subnet_moments != "zero", ranks=self.ranks, give=self.homes.give,
         )  # fmt: skip
 
     def _go_on_behind(self, failure: Failure, metrics: Metrics) -> None:
@@ -375,17 +361,17 @@ class Run:
         # Kernels for another number of rows, such as the last batch's, may keep memory of their own.
         grown = self.sampler.usage.read() - self._held
         request = replace(request, spare=request.spare + grown) if grown > RUNTIME_VARIES else request
-        if self._grant() and (planned := replanning.planned_or_none(self._planner, self.prepared, request)) is not None:
+        if self._grant() and (planned := replanning.planned_or_none(self.planner, self.prepared, request)) is not None:
             self._go_on(failure, planned, " again, as memory was reserved for generated code")
         elif failure.keeps_heap:  # the heap had more gaps than the plan had room for
             self._grant(at_rest=True)  # what remains of the heap is charged to the limit, and not used
-            planned = replanning.planned_anew(self._planner, self.prepared, replace(request, may_keep_heap=False))
+            planned = replanning.planned_anew(self.planner, self.prepared, replace(request, may_keep_heap=False))
             self._go_on(failure, planned, "; from now on freed memory leaves the process at once")
-        elif (smaller := replanning.planned_smaller(self._planner, self.prepared, request)) is not None:
+        elif (smaller := replanning.planned_smaller(self.planner, self.prepared, request)) is not None:
             spare = format_size(smaller.request.spare)
             self._go_on(failure, smaller, f" with the same micro-batch and a plan that leaves {spare} more of the limit")
         else:
-            halved = replanning.planned_halved(self._planner, self.prepared, failure)
+            halved = replanning.planned_halved(self.planner, self.prepared, failure)
             self._go_on(failure, halved, f" with micro-batch {halved.request.micro_batch} instead of {failure.micro_batch}")
 
     def _go_back(self, at: Position) -> None:
@@ -397,7 +383,7 @@ class Run:
         """Saves after an error ended a step, when every home is as the executor's position says."""
         self.failed_at = executor.position
         self._go_back(self.failed_at)
-        if self._settings.saves and not self._divides_state:
+        if self.settings.saves and not self._divides_state:
             self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
 
     @property
@@ -447,7 +433,7 @@ class Run:
     def _guard(self) -> None:
         """Runs between two steps: raises LimitExceeded if the sampler has seen more than the limit, makes room for generated
         code, and handles a signal if the run saves no checkpoints."""
-        if not self._settings.saves:
+        if not self.settings.saves:
             self.interrupts.check()  # which several ranks do where they agree
         if time.monotonic() > self._granted_at + _GRANT_SECONDS:
             self._granted_at = time.monotonic()
@@ -463,7 +449,7 @@ class Run:
 
     def _at_rest(self, executor: Executor) -> bool:
         phases = self.prepared.phases
-        if self._planner.late:
+        if self.planner.late:
             self.pauses.unfreeze(updates_before(phases, executor.position)[0])
         try:
             self.watch.at_rest(executor, phases, self.heard)
@@ -523,7 +509,7 @@ class Run:
             yield
         finally:
             if ends and self.ranks.leads:
-                self.ranks.gather(self.places.directory.root if self._settings.saves else None)
+                self.ranks.gather(self.places.directory.root if self.settings.saves else None)
 
     def _remember_best(self, executor: Executor) -> None:
         if self.watch.has_new_best:
@@ -536,7 +522,7 @@ class Run:
     @cached_property
     def _identity(self) -> dict[str, Any]:
         """Identifies the data and the model: digests of the data and its rows, and the layers."""
-        data, layers = (self._planner.train, self._planner.test), layers_of(self._planner.chain.whole)
+        data, layers = (self.planner.train, self.planner.test), layers_of(self.planner.chain.whole)
         if self._observer.counts_updates:
             return {"data": "", "rows": {}, "layers": layers, "session": True}
         return {"data": data_digest(*data), "rows": row_digests(*data), "layers": layers, "session": False}
@@ -546,14 +532,14 @@ class Run:
         if self.pauses.unplanned:
             self._identity["layers"] = []  # the next plan's layers differ: others of them are frozen
         return state_of(
-            self._planner, self.prepared, position, metrics, losses=self.losses, test=self.test, job=self._job,
+            self.planner, self.prepared, position, metrics, losses=self.losses, test=self.test, job=self._job,
             loop=self.pauses.noted_in(self.watch.state()), **self._identity,
         )  # fmt: skip
 
     def take_best(self) -> None:
         """Restores the weights of the best evaluation, if they were kept and it was not the last one."""
         best, last = self.watch.evaluations.best, self.watch.evaluations.all[-1:]
-        if not self._settings.keep_best or best is None or best.phase in [one.phase for one in last]:
+        if not self.settings.keep_best or best is None or best.phase in [one.phase for one in last]:
             return
         if self.ranks.leads:
             self.homes.recall()
@@ -570,6 +556,6 @@ class Run:
         self._guard()
         return Proof(
             limit=plan.limit, peak=sampler.peak, source=sampler.usage.source, predicted=max(plan.peak, sampler.known),
-            runtime=plan.runtime, allocator_peak=self._device.allocator_peak(), host=plan.host_limit,
+            runtime=plan.runtime, allocator_peak=self.device.allocator_peak(), host=plan.host_limit,
             file_growth=sampler.file_growth, samples=sampler.samples, violations=sampler.violations,
         )  # fmt: skip
