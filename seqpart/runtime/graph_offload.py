@@ -19,7 +19,7 @@ from seqpart.device.pages import round_up
 from seqpart.errors import ModelError
 from seqpart.model.packs import Pack
 from seqpart.profile.partition import PartitionCost
-from seqpart.store.graph_ranges import DiskRanges, Key, Ranges, host_ranges
+from seqpart.store.graph_ranges import DiskRanges, HostRanges, Key, Ranges, SharedRanges
 from seqpart.store.layout import LINE
 
 
@@ -137,7 +137,9 @@ def open_graphs(
 ) -> GraphOffload | None:  # fmt: skip
     """Opens the offload of the graphs of partitions `offloads`, with `micro_batches` per update: in their `rooms`, if they
     have some in host memory, else in a new file `path`."""
-    ranges: dict[int, Ranges] = dict.fromkeys(rooms, host_ranges(rooms, device)) if rooms else {}
+    ranges = dict[int, Ranges]()
+    if rooms:
+        ranges = dict.fromkeys(rooms, SharedRanges(rooms) if device.shares_memory else HostRanges(rooms, device))
     away = sorted(set(offloads).difference(rooms))
     if away:
         capacities = {p: round_up(parts[p].graph) for p in away}

@@ -31,9 +31,9 @@ from seqpart.runtime.boundary_io import clone_as_it_lies
 from seqpart.runtime.buffers import BufferSnapshots
 from seqpart.runtime.graph_offload import Graph, GraphOffload, packing
 from seqpart.runtime.host_steps import HostSteps
-from seqpart.runtime.slots import Slot, Wait, at_once, bring_back, divided
+from seqpart.runtime.slots import Slot, Wait, bring_back, divided
 from seqpart.store.layout import Layout
-from seqpart.store.store import Store, Transfer
+from seqpart.store.store import Store, Transfer, at_once
 
 Learning = tuple[str, tuple[int, int], nn.Parameter]
 """(name in its block, place in the model, parameter)."""

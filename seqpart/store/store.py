@@ -147,6 +147,10 @@ class RetainedFiles:
             self.remove(name)
 
 
+def at_once() -> None:
+    """Returns at once: there is nothing to wait for."""
+
+
 IO_THREADS = 2
 
 
@@ -220,10 +224,6 @@ class Store:
             home.host.zero_()
         self._will_change(home, self._epoch)
         return home.host
-
-    def checksum(self, name: str) -> int:
-        now = self._homes[name].now
-        return now.checksum if now is not None else 0
 
     def put(self, name: str, layout: Layout, flat: torch.Tensor) -> None:
         """Copies `layout.nbytes` bytes of `flat` home. The old version stays until the new one is whole."""
@@ -301,7 +301,7 @@ class Store:
         work = list(items)
         nbytes = sum(self._homes[name].layout.nbytes for name, _ in work if self._homes[name].host is None)
         parts = [self._pool.submit(self._move, UP, after, self._get_narrow if narrow else self.get, [*item]) for item in work]
-        return Transfer(self._device, parts or [self._pool.submit(self._move, UP, after, _at_once, [])], nbytes)
+        return Transfer(self._device, parts or [self._pool.submit(self._move, UP, after, at_once, [])], nbytes)
 
     def _move(self, way: str, after: Callable[[], object], work: Callable[..., None], arguments: list[Any]) -> Event:
         """Moves a home; returns the event after it. Takes the arguments out of their list: a thread of the pool releases a job,
@@ -329,7 +329,7 @@ class Store:
         return layout.views(flat)
 
     def get_all(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.begin_get(items, _at_once).wait()
+        self.begin_get(items, at_once).wait()
 
     def discard(self, name: str) -> None:
         home = self._homes.pop(name, None)
@@ -559,7 +559,9 @@ class Store:
             self._write(name, home, home.layout, home.host)
         assert home.now is not None
         self._files.add_checksum(home.now)
-        home.now.make_durable()
+        if not home.now.durable:
+            sync(home.now.path)
+            home.now.durable = True
 
     def _fill(self, home: Home) -> None:
         assert home.now is not None and home.host is not None
@@ -593,7 +595,3 @@ def _widen(flat: torch.Tensor) -> int:
 
 _FEW = 64
 """Numbers that are not worth a kernel of their own."""
-
-
-def _at_once() -> None:
-    """An `after` that waits for nothing."""

@@ -24,7 +24,7 @@ from seqpart.device.pages import PAGE, aligned, bytes_of, round_up
 from seqpart.errors import CorruptFile
 from seqpart.files import remove
 from seqpart.schema import Digest, as_type
-from seqpart.store.direct import REQUEST, DirectFile, sync
+from seqpart.store.direct import REQUEST, DirectFile
 from seqpart.store.layout import Layout, TensorSpec, decode_header, encode_header, header_size
 
 CHECK = 1 << 19
@@ -45,11 +45,6 @@ class Version:
     """True if it has a checksum, which every read compares."""
     durable: bool = False
     """True if it would survive a loss of power."""
-
-    def make_durable(self) -> None:
-        if not self.durable:
-            sync(self.path)
-            self.durable = True
 
 
 class Writing:
@@ -87,10 +82,6 @@ class _Staging(threading.local):
         self.busy: list[Event] = [None, None]
         """Events after which copies out of each buffer are over."""
 
-    @property
-    def last(self) -> torch.Tensor:
-        return self.buffers[0]
-
 
 class TensorFiles:
     """Moves whole homes in the calling thread. Flat buffers are uint8, of at least `layout.padded_nbytes` bytes."""
@@ -108,7 +99,7 @@ class TensorFiles:
             return writing.finish()
 
     @contextmanager
-    def writing(self, path: Path, layout: Layout, *, checksummed: bool = True) -> "Iterator[Writing]":
+    def writing(self, path: Path, layout: Layout, *, checksummed: bool = True) -> Iterator[Writing]:
         """A context to write a version to `path` piece by piece; `finish` completes it. A failure leaves no file."""
         try:
             with DirectFile(path, write=True, keep=True) as file:
@@ -138,7 +129,7 @@ class TensorFiles:
                 pass
             return
         for at, want in self.pieces(version, REQUEST, lambda at, want: self._stage(want)[: round_up(want)]):
-            self._device.copy(self._staging.last[:want], flat[at : at + want])
+            self._device.copy(self._staging.buffers[0][:want], flat[at : at + want])
             self._staging.busy[0] = self._device.mark()
 
     def check(self, version: Version) -> None:
@@ -208,14 +199,13 @@ class TensorFiles:
         staging.buffers.reverse()
         staging.busy.reverse()
         self._device.wait(staging.busy[0])
-        if len(staging.last) < nbytes:
+        if len(staging.buffers[0]) < nbytes:
             staging.buffers[0] = self._device.host(round_up(nbytes))
-        return staging.last
+        return staging.buffers[0]
 
 
 @functools.lru_cache(1024)
 def _header_without_checksum(specs: tuple[TensorSpec, ...]) -> bytes:
-    """The header without a checksum."""
     return encode_header(specs, _metadata(0))
 
 
