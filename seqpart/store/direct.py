@@ -34,8 +34,16 @@ class DirectFile:
         keep: write over the old file, unless it has another name too: its blocks on the disk are reused. patch: write to the
         existing file. mode: permissions of a new file, before the user's umask.
         """
+
+        def descriptor(flags: int) -> int:
+            if keep:
+                return made_over(path, flags=flags)
+            if write:
+                return made(path, mode, flags=flags)
+            return opened(path, (os.O_RDWR if patch else os.O_RDONLY) | flags)
+
         self.path = path
-        self._take(lambda flags: _descriptor(path, write=write, keep=keep, patch=patch, mode=mode, flags=flags))
+        self._open(descriptor)
 
     @classmethod
     def unnamed(cls, folder: Path, *, hidden: bool = False) -> Self:
@@ -46,26 +54,21 @@ class DirectFile:
         """
         file = cls.__new__(cls)
         file.path = folder
-        file._take(lambda flags: _nameless(folder, flags, hidden=hidden))
+        file._open(lambda flags: _nameless(folder, flags, hidden=hidden))
         return file
 
-    def _take(self, descriptor: Callable[[int], int]) -> None:
+    def _open(self, descriptor: Callable[[int], int]) -> None:
         self.direct = hasattr(os, "O_DIRECT")
-        self._written = 0
         try:
-            self._fd = self._open(descriptor)
-        except OSError as error:
-            raise explained(error, self.path) from None
-
-    def _open(self, descriptor: Callable[[int], int]) -> int:
-        if self.direct:
             try:
-                return descriptor(os.O_DIRECT)
+                self._fd = descriptor(os.O_DIRECT if self.direct else 0)
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno != errno.EINVAL or not self.direct:
                     raise
                 self.direct = False
-        return descriptor(0)
+                self._fd = descriptor(0)
+        except OSError as error:
+            raise explained(error, self.path) from None
 
     def __enter__(self) -> Self:
         return self
@@ -105,7 +108,6 @@ class DirectFile:
                 if self._gave_up_direct(error):
                     continue
                 raise explained(error, self.path) from None
-        self._written = max(self._written, offset + done)
 
     def finish(self, length: int, *, durable: bool = False) -> None:
         """Cuts the padded end off at `length`; with `durable` the data is on the disk when this returns."""
@@ -128,14 +130,6 @@ class DirectFile:
     def _forget(self, offset: int, length: int) -> None:
         if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
-
-
-def _descriptor(path: Path, *, write: bool, keep: bool, patch: bool, mode: int, flags: int) -> int:
-    if keep:
-        return made_over(path, flags=flags)
-    if write:
-        return made(path, mode, flags=flags)
-    return opened(path, (os.O_RDWR if patch else os.O_RDONLY) | flags)
 
 
 def _nameless(folder: Path, flags: int, *, hidden: bool) -> int:
