@@ -355,10 +355,7 @@ class Executor:
     def _undo_updates(self, text: str) -> None:
         """Rolls the homes back to the last mark, because some partitions have made the optimizer step already. The mark is at
         this update's beginning if nothing stays on the device, else where a checkpoint was saved or this loop began."""
-        for partition in self._partitions:
-            partition.transfer.settle()
-            partition.release()
-        self._loaded.clear()
+        self._release_all()
         if not self._store.rollback():
             raise OutOfMemory(
                 f"memory ran out in {self.step} in the middle of an update, and the weights in host memory cannot be restored: "
@@ -370,7 +367,6 @@ class Executor:
 
     def _release_all(self) -> None:
         for partition in self._partitions:
-            partition.transfer.settle()
             partition.release()
         self._loaded.clear()
         self._coming.clear()
