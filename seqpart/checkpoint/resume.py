@@ -1,7 +1,7 @@
 """The state of a run in a checkpoint, other than tensors, and the checks whether the run may go on here."""
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,6 @@ from msgspec import Meta
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.changes import (
     FREE,
-    Layers,
     Place,
     different,
     kept_words,
@@ -31,7 +30,7 @@ from seqpart.data.splits import Split
 from seqpart.device.ranks import Ranks
 from seqpart.errors import DataError, DoesNotFit, OptionError, shown
 from seqpart.methods import methods_named
-from seqpart.model.metrics import Metrics, Tally
+from seqpart.model.metrics import Tally
 from seqpart.plan.plan import AS_ASKED, Plan, PlanRequest, PlanWording
 from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.profile.partition import state_layouts
@@ -195,7 +194,7 @@ class ResumePoint:
         refuse_other_layers(self.root, state.layers, planner.chain.whole)
         if prepared.plan.starts != self.plan.starts and cut_matters:
             raise OptionError(f"--resume: {self.root} was cut at blocks {self.plan.starts}. Give the same method and cut.")
-        if state.gathers != _gathers(prepared.phases):
+        if state.gathers != gathers(prepared.phases):
             was = "several processes, each of them partitions of its own" if state.gathers else "one process"
             raise OptionError(
                 f"--resume: {self.root} was trained by {was}: rows between partitions, which the other way of training needs, "
@@ -339,26 +338,8 @@ def refuse_finished(root: Path) -> None:
         )
 
 
-def state_of(
-    planner: Planner, prepared: ExecutionPlan, position: Position, metrics: Metrics,
-    *, losses: list[float], test: tuple[float, float | None] | None, data: str, rows: dict[str, str], layers: Layers,
-    job: dict[str, Any] | None, loop: LoopState, session: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Returns a `State` as JSON."""
-    return msgspec.to_builtins(  # type: ignore[no-any-return]
-        State(
-            settings=planner.settings.texts(), plan=prepared.plan.to_json(), position=(position.phase, position.updates),
-            place=astuple(Place.of(prepared.phases, position)),
-            epochs=planner.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
-            micro_batches=[stage.micro_batch for stage in prepared.stages], tally=metrics.tally(), losses=losses,
-            test=test, data=data, rows=rows, layers=layers, functions=planner.functions, tuned=planner.tuned,
-            label_bytes=prepared.request.label_bytes, job=job, loop=loop, session=session, gathers=_gathers(prepared.phases),
-            threads=torch.get_num_threads(),
-        )
-    )  # fmt: skip
-
-
-def _gathers(phases: Phases) -> bool:
+def gathers(phases: Phases) -> bool:
+    """True if each of several processes trains partitions of its own."""
     return any(phase.kind is PhaseKind.GATHER for phase, _ in counted(phases))
 
 

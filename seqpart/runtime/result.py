@@ -116,7 +116,7 @@ _NOT_TOLD = {"config", "model", "proofs", "average", "average_loss", "average_ac
 
 def carry_out(session: Run, began: float) -> Result:
     """Runs `session` to its end and writes its results. began: the start of its `seconds`, by time.perf_counter()."""
-    directory = session.places.directory
+    directory = session.directory
     with directory.interruptible():
         with session.limited():
             with directory.resumable(session.reporter.add_note, lambda: session.saving.told), session.interrupts:
@@ -141,7 +141,7 @@ def _weights_kept(session: Run) -> Iterator[None]:
         yield
     except Exception as error:
         if session.is_trained:
-            weights = session.places.directory.result(WEIGHTS)
+            weights = session.directory.result(WEIGHTS)
             session.homes.export(weights)
             session.homes.give_back()
             session.reporter.add_note(error, f"The training was over: its weights are in {weights}")
@@ -160,7 +160,7 @@ def with_average(result: Result, found: Evaluation) -> Result:
 
 
 def _conclude(session: Run, seconds: float) -> Result:
-    directory, reporter, sampler, plan = session.places.directory, session.reporter, session.sampler, session.prepared.plan
+    directory, reporter, sampler, plan = session.directory, session.reporter, session.sampler, session.prepared.plan
     weights, proof = directory.root / WEIGHTS, session.proof()
     test_loss, accuracy = session.test or (None, None)
     proofs = tuple(session.ranks.gather(proof)) if session.ranks.count > 1 else ()

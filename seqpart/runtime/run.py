@@ -4,14 +4,15 @@ import gc
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache, cached_property
 from typing import Any
 
+import msgspec
 import torch
 
-from seqpart.checkpoint.changes import layers_of, row_digests
-from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
+from seqpart.checkpoint.changes import Place, layers_of, row_digests
+from seqpart.checkpoint.resume import ResumePoint, State, data_digest, gathers
 from seqpart.data.reader import ReaderThread
 from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
 from seqpart.device.sampler import MEMORY, Proof, Sampler
@@ -80,11 +81,11 @@ class Run:
         self._state, self._finished, self.interrupts = UNBEGUN, "", Interrupts(agreed=planner.ranks.count > 1)
         reporter.plan(prepared.plan)
         stack.push(lambda kind, *_: self.interrupts.end(self._finished, failed=kind is not None))
-        self.places = open_places(
+        self.directory, self.scratch = open_places(
             prepared.plan, self.settings, reporter, stack, resumed=resumed, job=job, state=lambda: self._state
         )
         sampler.timeline.leave(
-            self.places.directory.result(MEMORY), limit=prepared.plan.limit, source=sampler.usage.source,
+            self.directory.result(MEMORY), limit=prepared.plan.limit, source=sampler.usage.source,
             add=resumed is not None and resumed.manifest is not None,
         )  # fmt: skip
         if resumed is not None:
@@ -96,14 +97,14 @@ class Run:
         self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_apart, planner.late)
         self.watch = Watch(self._observer, self.settings, sampler, kept, self.pauses.pause)
         self.heard = self.watch.heard(len(prepared.plan.partitions), planner.test.sets)
-        self.homes = WeightStore(planner, prepared, self.places.scratch, reporter, self._told, stack)
+        self.homes = WeightStore(planner, prepared, self.scratch, reporter, self._told, stack)
         self.homes.store.watched = self._observer.watched
         if self.settings.saves:
             _ = self._identity  # it reads rows: now, and not while a partition takes memory
         since, criterion = self.resumed_at, self.watch.evaluations.criterion
-        self.exports = Exports(self.settings, self.places.directory.root, criterion, updates_before(prepared.phases, since)[0])
+        self.exports = Exports(self.settings, self.directory.root, criterion, updates_before(prepared.phases, since)[0])
         self.saving = Saving(
-            self.settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
+            self.settings, self._state_at, root=self.directory.root, scratch=self.scratch.root,
             store=self.homes.store, boundaries=self.homes.boundaries, reporter=reporter, interrupts=self.interrupts,
         )  # fmt: skip
 
@@ -177,7 +178,7 @@ class Run:
                 self.saving.save(at, metrics or Metrics())
                 names = ", ".join(self.pauses.unplanned[:3]) + (" and others" if len(self.pauses.unplanned) > 3 else "")
                 self.reporter.say(f"{names} learn from now on: making a new plan")
-                raise PlanAnew(self.places.directory.root)
+                raise PlanAnew(self.directory.root)
             at, metrics = self._ended_early(at, metrics)
 
     def _ended_early(self, at: Position, metrics: Metrics | None) -> tuple[Position, Metrics | None]:
@@ -244,7 +245,7 @@ class Run:
             if self.settings.saves and not self._divides_state:
                 with suppress(StoreError):
                     self.saving.save(at, metrics)
-                    self.reporter.add_note(error, f"The run is saved: go on with {resuming(self.places.directory.root)}")
+                    self.reporter.add_note(error, f"The run is saved: go on with {resuming(self.directory.root)}")
             raise
 
     def _run_steps(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
@@ -281,7 +282,7 @@ class Run:
         rows = max((phase.own.batch for phase, _ in counted(self.prepared.phases) if phase.through is not None), default=1)
         return open_boundaries(
             stage.resources.tiers, self.prepared.partition_costs, rows, stage.micro_batch, self.homes.boundary_room,
-            self.places.scratch.rows / "relay.part", self.device,
+            self.scratch.rows / "relay.part", self.device,
         )  # fmt: skip
 
     def _graphs(self, stage: Stage) -> GraphOffload | None:
@@ -289,7 +290,7 @@ class Run:
         micro_batches = max((phase.own.micro_batches_per_update for phase in several), default=1)
         rooms = self.homes.graph_rooms(self.prepared.graph_rooms)
         return open_graphs(
-            self.prepared.partition_costs, stage.offloads, micro_batches, rooms, self.places.scratch.rows / "graphs.part",
+            self.prepared.partition_costs, stage.offloads, micro_batches, rooms, self.scratch.rows / "graphs.part",
             self.device,
         )  # fmt: skip
 
@@ -384,7 +385,7 @@ class Run:
         self.failed_at = executor.position
         self._go_back(self.failed_at)
         if self.settings.saves and not self._divides_state:
-            self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
+            self.reporter.add_note(error, self.saving.behind_error(executor))
 
     @property
     def is_trained(self) -> bool:
@@ -460,18 +461,18 @@ class Run:
         except Exception as error:
             if self.ranks.leads and not self._divides_state:
                 self._remember_best(executor)  # the checkpoint's evaluations name it
-                self.reporter.add_note(error, self.saving.behind_error(executor, self._partitions))
+                self.reporter.add_note(error, self.saving.behind_error(executor))
             raise
         self._remember_best(executor)
         self.watch.end_here(executor.step.phase, phases)
         if self._divides_state and (due or self.interrupts.waiting):
-            self.saving.flush(executor, self._partitions)
+            self.saving.flush(executor)
             self.homes.collect(states=True)
         if self.homes.store.divides and trained and self._is_trained_at(executor.position):
-            self.saving.flush(executor, self._partitions)
+            self.saving.flush(executor)
             self.homes.collect(everywhere=True)  # what fails in the last test loses no weights
         with self._saved_first():
-            self.saving.at_rest(executor, self._partitions, due=due and self.ranks.leads)
+            self.saving.at_rest(executor, due=due and self.ranks.leads)
         self._stopped = not self._observer.at_rest(executor)
         goes_on = self.watch.end_behind(phases, executor.position) is None
         # Newly trainable parameters need a new executor, and an export all memory.
@@ -509,11 +510,11 @@ class Run:
             yield
         finally:
             if ends and self.ranks.leads:
-                self.ranks.gather(self.places.directory.root if self.settings.saves else None)
+                self.ranks.gather(self.directory.root if self.settings.saves else None)
 
     def _remember_best(self, executor: Executor) -> None:
         if self.watch.has_new_best:
-            self.saving.flush(executor, self._partitions)
+            self.saving.flush(executor)
             self.homes.collect()
             if self.ranks.leads:
                 self.homes.remember()
@@ -531,10 +532,17 @@ class Run:
         """Returns a checkpoint's state other than tensors."""
         if self.pauses.unplanned:
             self._identity["layers"] = []  # the next plan's layers differ: others of them are frozen
-        return state_of(
-            self.planner, self.prepared, position, metrics, losses=self.losses, test=self.test, job=self._job,
-            loop=self.pauses.noted_in(self.watch.state()), **self._identity,
+        planner, prepared = self.planner, self.prepared
+        state = State(
+            settings=planner.settings.texts(), plan=prepared.plan.to_json(), position=(position.phase, position.updates),
+            place=astuple(Place.of(prepared.phases, position)),
+            epochs=planner.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
+            micro_batches=[stage.micro_batch for stage in prepared.stages], tally=metrics.tally(), losses=self.losses,
+            test=self.test, functions=planner.functions, tuned=planner.tuned, label_bytes=prepared.request.label_bytes,
+            job=self._job, loop=self.pauses.noted_in(self.watch.state()), gathers=gathers(prepared.phases),
+            threads=torch.get_num_threads(), **self._identity,
         )  # fmt: skip
+        return msgspec.to_builtins(state)  # type: ignore[no-any-return]
 
     def take_best(self) -> None:
         """Restores the weights of the best evaluation, if they were kept and it was not the last one."""

@@ -353,7 +353,7 @@ class TrainingSession:
             self._bring_home()
             self._session.prepared = self._planned
             self._session.saving.save(Position(self.updates), Metrics())
-        return self._session.places.directory.root
+        return self._session.directory.root
 
     def export(self, weights: str | Path) -> Path:
         """Writes the current model as a safetensors file with its own parameter names. Returns its path."""

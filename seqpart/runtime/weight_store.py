@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -289,19 +288,12 @@ UNBEGUN = "unbegun"
 """The state of a run whose rows and weights have not all been written yet."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
-    """Directories of a run: `scratch` has the homes and rows, and may be `directory` itself."""
-
-    directory: RunDirectory
-    scratch: RunDirectory
-
-
 def open_places(
     plan: Plan, settings: Settings, reporter: Reporter, stack: ExitStack,
     *, resumed: ResumePoint | None, job: dict[str, Any] | None, state: Callable[[], str],
-) -> Places:  # fmt: skip
-    """Opens a run's directories, writes the plan and `job`, and begins the log. `stack` closes them with the final `state`."""
+) -> tuple[RunDirectory, RunDirectory]:  # fmt: skip
+    """Opens a run's directory and that of its homes and rows, which may be the same; writes the plan and `job`, and begins the
+    log. `stack` closes them with the final `state`."""
     manifest = resumed.manifest if resumed is not None else None
     name = new_name(plan.method)
     root = resumed.root if resumed is not None else settings.output_dir or Path("runs") / name
@@ -327,7 +319,7 @@ def open_places(
     if job is not None:
         write_text(directory.result(JOB), with_checksum("job", job))
     reporter.say(f"run directory {shown(directory.root)}")
-    return Places(directory=directory, scratch=scratch)
+    return directory, scratch
 
 
 def refuse_taken_places(output_dir: Path | None, resume: str | Path | None, *, overwrite: bool) -> None:
