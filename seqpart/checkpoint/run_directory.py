@@ -92,14 +92,14 @@ class RunDirectory:
     def _take_over(self, overwrite: bool, resume: bool) -> None:
         is_new = set(self._folder.names()) <= {LOCK}
         finish_publishing(self.root)
-        self._marker = self._identity()
+        self.marker = self._identity()
         if overwrite and not resume:
             self._forget_checkpoint()
         elif not resume:
             _must_be_free(self.root)
         self.cleaned = remove_half_written(self._folder) + (0 if resume else clear_scratch(self._folder))
         self._replaces = (self.root / WEIGHTS).exists()
-        self.mark("running")
+        self.marker.write("running")
         if is_new:
             write_text(self.root / IGNORE, "*\n")
         for name in FOLDERS:
@@ -116,10 +116,6 @@ class RunDirectory:
         return Marker(directory=here, id=known, run=self._run.marker.directory, run_id=self._run.marker.id)
 
     @property
-    def marker(self) -> Marker:
-        return self._marker
-
-    @property
     def homes(self) -> Path:
         return self.root / "homes"
 
@@ -134,9 +130,6 @@ class RunDirectory:
     def publish(self) -> None:
         """Replaces the earlier results by the run's, when it is done."""
         publish(self.root)
-
-    def mark(self, state: str) -> None:
-        self._marker.write(state)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -170,11 +163,11 @@ class RunDirectory:
         drop: names of files to remove if the run failed before it began, with the directory if the run created it.
         """
         try:
-            if self._folder.is_at(self._marker.directory):
+            if self._folder.is_at(self.marker.directory):
                 if state == "done":
                     self._forget_checkpoint()
                 clear_scratch(self._folder)
-                self.mark(state)
+                self.marker.write(state)
                 if drop and self._made:
                     for name in drop:
                         self._folder.remove(name)
@@ -192,8 +185,8 @@ class RunDirectory:
         failed: true if the run raises an error of its own; otherwise raises StoreError if the disk fails.
         """
         try:
-            if self._folder.is_at(self._marker.directory):
-                with Folder.at(self._marker.directory) as folder:
+            if self._folder.is_at(self.marker.directory):
+                with Folder.at(self.marker.directory) as folder:
                     found = judged(folder, is_locked=True)
                     if found is not None and found.kind is Kind.LEFTOVER:
                         clear_scratch(folder)
@@ -214,7 +207,7 @@ class RunDirectory:
         for name in (PREVIOUS, CHECKPOINT):  # the manifests first: none may name a file that is gone
             self._folder.unlink(name)
         for scratch in scratches:
-            if belongs_to(scratch, self._marker):
+            if belongs_to(scratch, self.marker):
                 with contextlib.suppress(StoreError, FileNotFoundError, NotADirectoryError):  # in use, or gone
                     clean(scratch)
 
