@@ -205,8 +205,15 @@ class TrainingSession:
                     with self._device.own_random_state():
                         yield
                 except BaseException as error:
-                    self._ended = not (isinstance(error, Exception) and self._is_whole())
-                    done, self.updates = self.updates, self._left_of(self.updates)
+                    untouched, self._untouched = self._untouched, False
+                    at, self._session.failed_at = self._session.failed_at, None
+                    self._ended = not isinstance(error, Exception) or not (untouched or at is not None)
+                    done = self.updates
+                    # Fewer updates are left if some partitions had made their step already, and others, or weights, stay
+                    # on the device.
+                    if at is not None:
+                        self.updates = at.phase if self._steps is not None else done
+                        self._steps, self._rows.fed = None, self.updates
                     if self.updates < done:
                         raise ModelError(
                             f"an error in the middle of update {done + 1}, of which some partitions had made their step "
@@ -223,21 +230,6 @@ class TrainingSession:
         self._untouched = True
         yield
         self._untouched = False
-
-    def _is_whole(self) -> bool:
-        """True if the weights after an error are those of a finished update."""
-        untouched, self._untouched = self._untouched, False
-        return untouched or self._session.failed_at is not None
-
-    def _left_of(self, updates: int) -> int:
-        """Returns the updates that are left after an error: fewer, if some partitions had made their optimizer step already
-        and other partitions, or weights, stay on the device."""
-        at, self._session.failed_at = self._session.failed_at, None
-        if at is None:
-            return updates
-        left = at.phase if self._steps is not None else updates
-        self._steps, self._rows.fed = None, left
-        return left
 
     def step(self, *given: object) -> float:
         """Makes one update with the rows of a batch, (x, y) or a dict with `labels`, no more than the example had: step(batch),
