@@ -32,7 +32,7 @@ from seqpart.store.host_pool import HostPool
 from seqpart.store.layout import Layout
 from seqpart.store.movers import Watched, movers, unwatched
 from seqpart.store.scratch import HOME_FILES
-from seqpart.store.streams import Gathering, Sink, Source, file_pieces, in_order
+from seqpart.store.streams import Gathering, Sink, Source, in_order
 from seqpart.store.tensor_file import TensorFiles, Version
 
 
@@ -479,7 +479,7 @@ class Store:
         assert home.now is not None, f"{name} is not written yet"
         with self._count:
             self.traffic.bytes_read += home.layout.nbytes
-        return Source(file_pieces(self._files, home.now, request), home.layout)
+        return Source(self._files.chunks(home.now, request), home.layout)
 
     @contextmanager
     def sink(self, name: str, layout: Layout, request: int) -> Iterator[Sink]:

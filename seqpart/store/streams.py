@@ -14,7 +14,6 @@ from seqpart.files import remove
 from seqpart.store.direct import DirectFile
 from seqpart.store.layout import Layout
 from seqpart.store.movers import movers
-from seqpart.store.tensor_file import TensorFiles, Version
 
 
 class _Gaps:
@@ -73,14 +72,6 @@ class Sink:
         for gap, piece in self._gaps.pieces(memory):
             self._write(memoryview(bytes(gap)))
             self._write(piece)
-
-
-def file_pieces(files: TensorFiles, version: Version, request: int) -> Iterator[memoryview]:
-    """Yields the bytes of a version, `request` at a time, in memory that is used again."""
-    buffer = aligned(min(request, max(1, version.layout.nbytes)))
-    memory = bytes_of(buffer)
-    for _, held in files.pieces(version, request, lambda at, want: buffer[: round_up(want)]):
-        yield memory[:held]
 
 
 def in_order(home: memoryview) -> Callable[[memoryview], None]:

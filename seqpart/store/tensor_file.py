@@ -112,9 +112,9 @@ class TensorFiles:
         """Reads the data once more, and writes their checksum into the header."""
         if version.checksummed:
             return
-        buffer, digest = aligned(min(CHECK, version.layout.padded_nbytes)), xxhash.xxh3_64()
-        for _, want in self.pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
-            digest.update(bytes_of(buffer)[:want])
+        digest = xxhash.xxh3_64()
+        for piece in self.chunks(version, CHECK):
+            digest.update(piece)
         head = encode_header(version.layout.specs, _metadata(digest.intdigest()))
         with DirectFile(version.path, patch=True) as file:
             file.write_from(self._page_of(head), 0)
@@ -134,9 +134,14 @@ class TensorFiles:
 
     def check(self, version: Version) -> None:
         """Reads the file once from end to end; raises CorruptFile, naming it, unless it is what was written."""
-        buffer = aligned(min(CHECK, version.layout.padded_nbytes))
-        for _ in self.pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
+        for _ in self.chunks(version, CHECK):
             pass
+
+    def chunks(self, version: Version, request: int) -> Iterator[memoryview]:
+        """Yields the data, `request` bytes at a time, in memory that is used again; compares the checksum at the end."""
+        buffer = aligned(min(request, version.layout.padded_nbytes))
+        for _, want in self.pieces(version, request, lambda at, want: buffer[: round_up(want)]):
+            yield bytes_of(buffer)[:want]
 
     def found(self, path: Path, digest: int) -> Version:
         """Opens the version that an earlier process wrote at `path`, by its header. Raises CorruptFile, naming the file."""
