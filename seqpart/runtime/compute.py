@@ -38,16 +38,15 @@ from seqpart.schedule.steps import Event, PhaseBegun, Position, Step
 class Hooks:
     """Callbacks of a run's loop.
 
-    `listen` gets every event, `sinks` the outputs that metrics are made of. `guard` runs after every step; `at_rest` gets the
-    executor after each complete update, and after each step of a pass without updates, when nothing is half done; it ends the
-    steps if it returns False; both may raise.
+    `listen` gets every event, `sinks` the outputs that metrics are made of. `at_rest` gets the executor after each complete
+    update, and after each step of a pass without updates, when nothing is half done; it ends the steps if it returns False.
+    Both may raise.
     `before_update` gets a partition with its gradients before each training update. `failed` gets the executor and an error of
     a block or of the rows in a LOAD, FORWARD or BACKWARD, when every home is as `position` says.
     """
 
     listen: Callable[[Event], None]
     sinks: MetricSinks
-    guard: Callable[[], None]
     at_rest: Callable[[Any], bool]
     before_update: Callable[[Partition, Step], None]
     failed: Callable[[Any, Exception], None]
@@ -70,13 +69,13 @@ class Compute:
 
     def __init__(
         self, prepared: ExecutionPlan, partitions: Sequence[Partition], exchanges: Exchanges, device: Device, hooks: Hooks,
-        *, seed: int, start: Position, metrics: Metrics | None, ranks: Ranks,
+        *, seed: int, start: Position, metrics: Metrics, ranks: Ranks,
     ) -> None:  # fmt: skip
         """metrics: the sums of the pass that `start` is in."""
         self.phases, self.partitions, self.boundaries = prepared.phases, partitions, exchanges.boundaries
         self.device, self.hooks, self.start = device, hooks, start
         self.loaded: dict[int, Partition] = {}
-        self.metrics, self.committed = Metrics(), metrics or Metrics()
+        self.metrics, self.committed = Metrics(), metrics
         """Metric sums over the pass so far, and as they were at the end of the last update."""
         self.judged = 0
         """Number of losses that were computed."""
@@ -160,7 +159,7 @@ class Compute:
         phase, p, m = self.phases[step.phase], step.partition, self._part(step)
         partition = self.loaded[p]
         stays = p not in phase.streams
-        if stays and self._starts_update(step):
+        if stays and m == 0:
             partition.buffers.begin_update()
         if p >= phase.lowest and not (stays and phase.keeps_graph(p)):  # else nothing is recomputed
             partition.buffers.remember()
@@ -175,7 +174,7 @@ class Compute:
             offload.finish()
             graph.let_go()
         if phase.keeps_graph(p):
-            partition.keep_graph(m, graph)
+            partition.kept_graphs[m] = graph
         if p < phase.last:
             self._handover.give_up(m, given)
             if p < phase.lowest:
@@ -192,13 +191,13 @@ class Compute:
         if phase.partition == phase.last:
             batch, taken, labels = self._input(step)
             assert batch is not None
-            if self._starts_update(step):
+            if self._part(step) == 0:
                 partition.buffers.begin_update()
             self._back_propagate_loss(step, self._entering(step, taken)[0], labels)
             partition.unalias_gradients()
             self._done_with(batch)
             return batch.x.nbytes, 0
-        if step.partition == phase.last and step.partition not in phase.streams and self._starts_update(step):
+        if step.partition == phase.last and step.partition not in phase.streams and self._part(step) == 0:
             partition.buffers.begin_update()  # its only forward pass is here
         partition.buffers.restore()
         with self._offloaded_graph(step) as others:
@@ -223,7 +222,7 @@ class Compute:
         """Back-propagates one of several partitions: the last from its own loss, the others from the gradient left for them."""
         phase, p, m = self.phases[step.phase], step.partition, self._part(step)
         if phase.keeps_graph(p):
-            graph = self.loaded[p].kept_graph(m)
+            graph = self.loaded[p].kept_graphs.pop(m)
             self._propagate(step, graph.edges)
             return graph
         taken = self._handover.take_up(p, m)
@@ -366,9 +365,6 @@ class Compute:
 
     def span(self, step: Step) -> Span:
         return self.phases[step.phase].span(_micro_batch(step))
-
-    def _starts_update(self, step: Step) -> bool:
-        return self._part(step) == 0
 
     def _input(self, step: Step) -> tuple[Batch | None, Pack, torch.Tensor]:
         """Returns (batch, values, labels): the phase's first partition reads rows, the others take boundary tensors."""

@@ -136,7 +136,6 @@ class Executor:
             self._rest(step)
         took = time.perf_counter() - began
         self._hooks.listen(StepDone(step=step, bytes_read=read, bytes_written=written, seconds=took))
-        self._hooks.guard()
         resting = step.verb is Verb.UPDATE and not self.progress.updated
         return resting or (self._phases[step.phase].kind is not PhaseKind.TRAIN and step.verb is not Verb.LOAD)
 

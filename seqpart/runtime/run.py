@@ -48,7 +48,7 @@ from seqpart.units import format_size
 _GRANT_SECONDS = 0.5
 """Seconds between two checks of what was reserved for generated code; a check takes a millisecond."""
 
-Ended = Generator[None, None, tuple[Failure | None, Position, Metrics | None]]
+Ended = Generator[None, None, tuple[Failure | None, Position, Metrics]]
 """Yields at every pause, then returns (what failed, the run's position, its metric sums there)."""
 
 
@@ -150,13 +150,13 @@ class Run:
 
         After a failed allocation it goes on from the last position with all homes up to date, with a plan that needs less.
         """
-        at, metrics = self._beginning() if start is None else (start, None)
+        at, metrics = self._beginning() if start is None else (start, Metrics())
         if start is None and at == Position():
             self.watch.begin()
         self.exports.at_rest(self.prepared.phases, at, self.watch.evaluations.all)
         (self.exports.due,) = self.ranks.any_of(self.exports.due)
         if self.exports.due:  # the checkpoint was saved right before
-            self._export(at, metrics or Metrics())
+            self._export(at, metrics)
         at, metrics = self._ended_early(at, metrics)
         self.saving.begin(changed=self._resumed is not None and bool(self._resumed.said))
         self._stopped, number = False, 0
@@ -173,42 +173,42 @@ class Run:
                         f"memory ran out in {failure.step} on rank {self.ranks.number} of {self.ranks.count}: {failure.text}. "
                         "Give a larger --mem-limit, or a smaller --micro-batch-size."
                     )
-                self._go_on_behind(failure, metrics or Metrics())
+                self._go_on_behind(failure, metrics)
             if self.pauses.unplanned:
-                self.saving.save(at, metrics or Metrics())
+                self.saving.save(at, metrics)
                 names = ", ".join(self.pauses.unplanned[:3]) + (" and others" if len(self.pauses.unplanned) > 3 else "")
                 self.reporter.say(f"{names} learn from now on: making a new plan")
                 raise PlanAnew(self.directory.root)
             at, metrics = self._ended_early(at, metrics)
 
-    def _ended_early(self, at: Position, metrics: Metrics | None) -> tuple[Position, Metrics | None]:
+    def _ended_early(self, at: Position, metrics: Metrics) -> tuple[Position, Metrics]:
         """Returns the position to go on from, and the metric sums there: after the training if its end was requested."""
         end = self.watch.end_behind(self.prepared.phases, at)
         if end is None:
             return at, metrics
         phase = self.prepared.phases[at.phase]
-        if at.updates and metrics is not None and phase.apart:
+        if at.updates and phase.apart:
             self._turns.append((phase.partition, metrics.mean_loss))
-        elif at.updates and metrics is not None:
+        elif at.updates:
             self.losses.append(metrics.mean_loss)
         self.watch.tell_end(self.reporter, phase.share_of(at.updates)[0])
-        return end, None
+        return end, Metrics()
 
     @property
     def resumed_at(self) -> Position:
         """Position at which the run goes on; that of its first update, unless it was resumed."""
         return Position() if self._resumed is None else self._resumed.position
 
-    def _beginning(self) -> tuple[Position, Metrics | None]:
+    def _beginning(self) -> tuple[Position, Metrics]:
         resumed = self._resumed
         if resumed is None or resumed.state is None:
-            return Position(), None
+            return Position(), Metrics()
         at, phases = resumed.position, self.prepared.phases
         if at.phase < len(phases) and phases[at.phase].elsewhere:  # another rank goes on with that turn
-            return Position(at.phase + 1), None
+            return Position(at.phase + 1), Metrics()
         return at, Metrics.of(resumed.state.tally, self.device.torch)
 
-    def _run_stage(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
+    def _run_stage(self, stage: Stage, start: Position, metrics: Metrics) -> Ended:
         """Runs `stage` to its end, to a stop, or to a failed allocation. Returns (what failed, position, metric sums)."""
         self._held = self.sampler.usage.read()
         with self.device.heap.kept(stage.heap):
@@ -222,12 +222,12 @@ class Run:
                 gc.collect()
             return ended
 
-    def _begins_anew(self, stage: Stage, at: Position, metrics: Metrics | None) -> bool:
+    def _begins_anew(self, stage: Stage, at: Position, metrics: Metrics) -> bool:
         """True if the stage, left at position `at`, goes on at once: with another set of trainable parameters, or after an
         export, which is made here."""
         exports = self.exports.due
         if exports:
-            self._export(at, metrics or Metrics())
+            self._export(at, metrics)
         ends = self._stopped or at.phase >= stage.end or self.watch.end_behind(self.prepared.phases, at) is not None
         return (exports or self.pauses.changed) and not self.pauses.unplanned and not ends
 
@@ -248,7 +248,7 @@ class Run:
                     self.reporter.add_note(error, f"The run is saved: go on with {resuming(self.directory.root)}")
             raise
 
-    def _run_steps(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
+    def _run_steps(self, stage: Stage, start: Position, metrics: Metrics) -> Ended:
         with ExitStack() as stack:
             between = self._between(stage)
             stack.callback(between.close)
@@ -261,6 +261,7 @@ class Run:
             stack.callback(self.reporter.end)
             self.sampler.label = lambda: str(executor.step)
             stack.callback(self._keep_label)
+            failure = None
             try:
                 yield from executor.running(checked(steps_of(phases[: stage.end], start), stage.resources.at_once))
             except AllocationFailed as failed:
@@ -268,10 +269,9 @@ class Run:
                     step=failed.step, text=str(failed), at=executor.position, keeps_heap=stage.heap > 0,
                     micro_batch=max(stage.micro_batch for stage in self.prepared.stages),
                 )  # fmt: skip
-                return failure, executor.position, executor.compute.committed
             except Diverged as error:
                 raise Diverged(f"{error.with_flags} {self.saving.fallback(phases[executor.step.phase].stage)}") from None
-            return None, executor.position, executor.compute.committed
+            return failure, executor.position, executor.compute.committed
 
     def _keep_label(self) -> None:
         """Replaces the sampler's label of the current step by its text, so that it holds no executor and its graphs."""
@@ -295,7 +295,7 @@ class Run:
         )  # fmt: skip
 
     def _executor(
-        self, stage: Stage, between: BoundaryIO, graphs: GraphOffload | None, start: Position, metrics: Metrics | None
+        self, stage: Stage, between: BoundaryIO, graphs: GraphOffload | None, start: Position, metrics: Metrics
     ) -> Executor:
         prepared, settings, granted = self.prepared, self.settings, stage.resources
         partitions = self._partitions = [
@@ -315,8 +315,8 @@ class Run:
             falsify=self._falsify,
         )  # fmt: skip
         hooks = Hooks(
-            listen=self._listen, sinks=self.heard, guard=self._guard, at_rest=self._at_rest,
-            before_update=self._observer.before_update, failed=self._failed,
+            listen=self._listen, sinks=self.heard, at_rest=self._at_rest, before_update=self._observer.before_update,
+            failed=self._failed,
         )  # fmt: skip
         compute = Compute(
             prepared, partitions, exchanges, self.device, hooks, seed=settings.seed, start=start, metrics=metrics,
@@ -420,6 +420,8 @@ class Run:
                 if isinstance(done, PhaseDone) and (done.phase.is_turn or rank != self.ranks.number):
                     self._hear(done)
         self._hear(event)
+        if isinstance(event, StepDone):
+            self._guard()
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, PhaseDone) and event.loss is not None:
