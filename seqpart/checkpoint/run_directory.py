@@ -28,7 +28,7 @@ from seqpart.checkpoint.marker import (
 from seqpart.errors import BadInput, CorruptFile, DirectoryUnusable, Interrupted, OptionError, StoreError, resuming
 from seqpart.files import PRIVATE_FOLDER, Folder, folder_inside
 from seqpart.store.atomic import unusable, write_text
-from seqpart.store.direct import explained
+from seqpart.store.direct import explained, explaining
 from seqpart.store.scratch import (
     CHECKPOINT,
     FOLDERS,
@@ -64,29 +64,25 @@ class RunDirectory:
         self._run = run
         if resume and not root.exists():
             raise CorruptFile(f"{root} is missing: the checkpoint in {run.root if run is not None else root} needs it.", root)
-        try:
+        with explaining(root, unusable):
             self._made = created = _created(root, private=run is not None)
             if not created and run is not None and not resume:
                 raise DirectoryUnusable(f"{root} exists already, and was not made by this run. Give another --offload-dir.")
             self.root: Path = root.resolve()
             self._folder = Folder.at(self.root)
-        except OSError as error:
-            raise unusable(error, root) from None
         try:
-            if not created and not resume:
-                _must_be_ours(self._folder)
-            self._lock = locked(self.root)
-        except BaseException as error:
+            with explaining(root / LOCK, unusable):
+                if not created and not resume:
+                    _must_be_ours(self._folder)
+                self._lock = locked(self.root)
+        except BaseException:
             self._folder.__exit__()
-            if isinstance(error, OSError):
-                raise unusable(error, root / LOCK) from None
             raise
         try:
-            self._take_over(overwrite, resume)
-        except BaseException as error:
+            with explaining(root, unusable):
+                self._take_over(overwrite, resume)
+        except BaseException:
             self._let_go()
-            if isinstance(error, OSError):
-                raise unusable(error, root) from None
             raise
 
     def _take_over(self, overwrite: bool, resume: bool) -> None:
@@ -216,13 +212,10 @@ def refuse_taken(root: Path, *, overwrite: bool = False, resume: bool = False) -
     """Raises what a RunDirectory in `root` would, as far as a check without the lock shows, before a plan is made."""
     if not root.is_dir():
         return
-    try:
-        with Folder.at(root) as folder:
-            if not resume:
-                _must_be_ours(folder)
-            refuse_in_use(folder)
-    except OSError as error:
-        raise unusable(error, root) from None
+    with explaining(root, unusable), Folder.at(root) as folder:
+        if not resume:
+            _must_be_ours(folder)
+        refuse_in_use(folder)
     if not (resume or overwrite):
         _must_be_free(root)
 
@@ -235,9 +228,8 @@ def finish_what_was_published(root: Path) -> None:
     if (root / PUBLISHING).exists():
         lock = locked(root)
         try:
-            finish_publishing(root)
-        except OSError as error:
-            raise unusable(error, root) from None
+            with explaining(root, unusable):
+                finish_publishing(root)
         finally:
             os.close(lock)
 

@@ -11,7 +11,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -59,7 +60,7 @@ class DirectFile:
 
     def _open(self, descriptor: Callable[[int], int]) -> None:
         self.direct = hasattr(os, "O_DIRECT")
-        try:
+        with explaining(self.path):
             try:
                 self._fd = descriptor(os.O_DIRECT if self.direct else 0)
             except OSError as error:
@@ -67,8 +68,6 @@ class DirectFile:
                     raise
                 self.direct = False
                 self._fd = descriptor(0)
-        except OSError as error:
-            raise explained(error, self.path) from None
 
     def __enter__(self) -> Self:
         return self
@@ -111,12 +110,10 @@ class DirectFile:
 
     def finish(self, length: int, *, durable: bool = False) -> None:
         """Cuts the padded end off at `length`; with `durable` the data is on the disk when this returns."""
-        try:
+        with explaining(self.path):
             os.ftruncate(self._fd, length)
             if durable or not self.direct:
                 os.fsync(self._fd)
-        except OSError as error:
-            raise explained(error, self.path) from None
         self._forget(0, length)
 
     def _gave_up_direct(self, error: OSError) -> bool:
@@ -179,6 +176,15 @@ def explained(error: OSError, path: Path) -> StoreError:
     if error.errno == errno.EFBIG:
         return StoreError(f"a file at {said} would be larger than this process may write (ulimit -f). Raise that limit.")
     return StoreError(f"reading or writing {said} failed: {error.strerror}.")
+
+
+@contextmanager
+def explaining(path: Path, words: Callable[[OSError, Path], StoreError] = explained) -> Iterator[None]:
+    """A context in which an OSError is raised in `words` for the user; `path` is what could not be used."""
+    try:
+        yield
+    except OSError as error:
+        raise words(error, path) from None
 
 
 def probe_disk(folder: Path, nbytes: int = 64 << 20, *, hidden: bool = False) -> tuple[float, float]:

@@ -27,7 +27,7 @@ from seqpart.device.device import DOWN, UP, Device, Event
 from seqpart.device.pages import PAGE, aligned, bytes_of
 from seqpart.errors import CorruptFile
 from seqpart.files import remove
-from seqpart.store.direct import explained, sync
+from seqpart.store.direct import explaining, sync
 from seqpart.store.host_pool import HostPool
 from seqpart.store.layout import Layout
 from seqpart.store.movers import Watched, movers, unwatched
@@ -135,10 +135,8 @@ class RetainedFiles:
         if name in self._names:
             self._unwanted.add(name)
         else:
-            try:
+            with explaining(self._folder / name):
                 remove(self._folder / name)
-            except OSError as error:
-                raise explained(error, self._folder / name) from None
 
     def sweep(self, ours: re.Pattern[str], used: Iterable[str]) -> None:
         """Removes files that a killed run left, except those in `used`; `ours` matches the names that runs give."""
