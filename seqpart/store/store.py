@@ -492,8 +492,6 @@ class Store:
                 yield Sink(gathering.append, layout)
                 gathering.flush()
                 home.now = writing.finish()
-            with self._count:
-                self.traffic.bytes_written += layout.nbytes
         home.layout = layout
 
     def _will_change(self, home: Home, epoch: int) -> None:
@@ -521,8 +519,6 @@ class Store:
     def _write(self, name: str, home: Home, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> None:
         with self._new_version(name, home) as path:
             home.now = self._files.write(path, layout, flat, checksummed=checksummed)
-        with self._count:
-            self.traffic.bytes_written += layout.nbytes
 
     @contextmanager
     def _new_version(self, name: str, home: Home) -> Iterator[Path]:
@@ -536,6 +532,9 @@ class Store:
             if home.now is None and home.host is None:
                 del self._homes[name]  # it was never written
             raise
+        assert home.now is not None
+        with self._count:
+            self.traffic.bytes_written += home.now.layout.nbytes
 
     def _spare(self, name: str, home: Home) -> str:
         """File name of a version to write: an existing spare one, whose disk blocks are reused, or a new one."""
