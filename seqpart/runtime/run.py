@@ -165,7 +165,6 @@ class Run:
             if at.phase >= stage.end:
                 number += 1
                 continue
-            self.pauses.changed = False
             failure, at, metrics = yield from self._run_stage(stage, at, metrics)
             if failure is not None:
                 if self.ranks.count > 1:  # the others are in the middle of an update, with the same plan
@@ -208,19 +207,18 @@ class Run:
             return Position(at.phase + 1), Metrics()
         return at, Metrics.of(resumed.state.tally, self.device.torch)
 
-    def _run_stage(self, stage: Stage, start: Position, metrics: Metrics) -> Ended:
+    def _run_stage(self, stage: Stage, at: Position, metrics: Metrics) -> Ended:
         """Runs `stage` to its end, to a stop, or to a failed allocation. Returns (what failed, position, metric sums)."""
         self._held = self.sampler.usage.read()
         with self.device.heap.kept(stage.heap):
-            ended = yield from self._run_steps(stage, start, metrics)
-            while ended[0] is None and self._begins_anew(stage, *ended[1:]):
-                # In the same heap: a new one would start above what libraries have kept in this one.
+            while True:  # in the same heap: a new one would start above what libraries have kept in this one
                 self.pauses.changed = False
-                ended = yield from self._run_steps(stage, *ended[1:])
-            if ended[0] is not None:  # free the failed step's graphs first, or the heap could not shrink
-                self._partitions = []
-                gc.collect()
-            return ended
+                failure, at, metrics = yield from self._run_steps(stage, at, metrics)
+                if failure is not None:  # free the failed step's graphs first, or the heap could not shrink
+                    self._partitions = []
+                    gc.collect()
+                if failure is not None or not self._begins_anew(stage, at, metrics):
+                    return failure, at, metrics
 
     def _begins_anew(self, stage: Stage, at: Position, metrics: Metrics) -> bool:
         """True if the stage, left at position `at`, goes on at once: with another set of trainable parameters, or after an
