@@ -251,7 +251,10 @@ class TrainingSession:
                 self._rows.feed(split)
             self._turns.take(name)
             if self._steps is None or split.count != self._batch_rows or self._session.pauses.changed:
-                self._begin_batches_of(split.count)
+                self._bring_home()
+                self._batch_rows = split.count
+                self._session.prepared = self._with_updates()
+                self._steps = self._session.stages(Position(self.updates))
             assert self._steps is not None
             next(self._steps)
             self.updates += 1
@@ -275,12 +278,6 @@ class TrainingSession:
                 "Give them as in the example, or open the session with an example of these."
                 + (f" {PADS}" if kinds[0][0] != kinds[1][0] else "")
             )
-
-    def _begin_batches_of(self, rows: int) -> None:
-        self._bring_home()
-        self._batch_rows = rows
-        self._session.prepared = self._with_updates()
-        self._steps = self._session.stages(Position(self.updates))
 
     def _bring_home(self) -> None:
         """Saves everything to the homes; nothing stays on the device."""
