@@ -18,7 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -169,7 +168,7 @@ class _Place:
 class _Places:
     """One range for each boundary and micro-batch, made when it is first needed and used again in every update."""
 
-    def __init__(self, capacities: Mapping[int, int] = MappingProxyType({})) -> None:
+    def __init__(self, capacities: Mapping[int, int]) -> None:
         self._capacities = capacities
         self._places: dict[Key, _Place] = {}
         self._end = 0
@@ -238,7 +237,7 @@ class OnDisk(BoundaryExchange):
 
     def __init__(self, path: Path, largest: int, device: Device) -> None:
         self._device = device
-        self._places = _Places()
+        self._places = _Places({})
         self._file = BufferedFile[Key](path, largest, BUFFERS, "seqpart-boundaries", device)
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:

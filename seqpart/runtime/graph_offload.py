@@ -155,11 +155,6 @@ class Arrival:
     leaf: torch.Tensor | None = None
     """The input itself, which autograd's graph refers to."""
 
-    def let_go(self) -> None:
-        """Frees the input's memory; what the graph needs of it must be saved elsewhere."""
-        if self.leaf is not None:
-            self.leaf.data = self.leaf.data.new_empty(0)
-
 
 class _Entry(torch.autograd.Function):
     """Takes the gradient unchanged: a leaf's `grad` may have another memory layout, and then kernels round differently."""
@@ -214,8 +209,10 @@ class Graph:
         return {number: a.gradient for number, a in self.arrivals.items() if a.gradient is not None}
 
     def let_go(self) -> None:
+        """Frees the inputs' memory; what the graph needs of it must be saved elsewhere."""
         for arrival in self.arrivals.values():
-            arrival.let_go()
+            if arrival.leaf is not None:
+                arrival.leaf.data = arrival.leaf.data.new_empty(0)
 
 
 @dataclass(frozen=True, slots=True)
