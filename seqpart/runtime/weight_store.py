@@ -56,12 +56,12 @@ class WeightStore:
     ) -> None:  # fmt: skip
         self._planner, self._prepared, self._reporter, self._told = planner, prepared, reporter, told
         device, nbytes, room = planner.device, prepared.host_pool_bytes, prepared.exchange_bytes
-        self._pool = pool = HostPool(nbytes, device, first=room) if nbytes else None
-        self.boundary_room = pool.take(room) if pool is not None and room else None
+        self._pool = pool = HostPool(nbytes, device, first=room)
+        self.boundary_room = pool.take(room) if room else None
         self._graphs: dict[int, list[torch.Tensor]] = {}
         self.graph_rooms(prepared.graph_rooms)
         through = prepared.places.gradient_room
-        rooms = [pool.take(through) for _ in range(GRADIENT_ROOMS if through else 0)] if pool is not None else []
+        rooms = [pool.take(through) for _ in range(GRADIENT_ROOMS if through else 0)]
         self.host_steps = HostSteps(device, [room for room in rooms if room is not None]) if prepared.places.steps else None
         if self.host_steps is not None:
             stack.callback(self.host_steps.close)
@@ -90,7 +90,7 @@ class WeightStore:
         for p in list(self._graphs):
             self._give(self._graphs.pop(p))
         for p, own in sizes.items():
-            rooms = [self._pool.take(nbytes) for nbytes in own] if self._pool is not None else [None]
+            rooms = [self._pool.take(nbytes) for nbytes in own]
             found = [room for room in rooms if room is not None]
             if len(found) == len(own):
                 self._graphs[p] = found
@@ -100,7 +100,6 @@ class WeightStore:
 
     def _give(self, rooms: Sequence[torch.Tensor]) -> None:
         for room in rooms:
-            assert self._pool is not None
             self._pool.give(room)
 
     def fill(self, resumed: ResumePoint | None, *, rows: bool = True) -> None:
