@@ -10,19 +10,9 @@ import torch
 import xxhash
 from msgspec import Meta
 
+import seqpart.checkpoint.changes as changes
 import seqpart.checkpoint.manifest as manifests
-from seqpart.checkpoint.changes import (
-    FREE,
-    Place,
-    different,
-    kept_words,
-    refuse_fixed,
-    refuse_other_layers,
-    refuse_other_rows,
-    row_digests,
-    told,
-    trained_epochs,
-)
+from seqpart.checkpoint.changes import FREE, Place
 from seqpart.checkpoint.manifest import Manifest, no_checkpoint
 from seqpart.checkpoint.marker import is_begun_anew
 from seqpart.checkpoint.run_directory import finish_what_was_published
@@ -170,8 +160,8 @@ class ResumePoint:
         state = self.state
         if not state.session and data_digest(planner.train, planner.test) != state.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
-        rows = {} if state.session else row_digests(planner.train, planner.test)
-        self.said += refuse_other_rows(self.root, state.rows, rows)
+        rows = {} if state.session else changes.row_digests(planner.train, planner.test)
+        self.said += changes.refuse_other_rows(self.root, state.rows, rows)
         for name, was in (state.functions or {}).items():
             if (now := planner.functions.get(name)) != was:
                 raise OptionError(
@@ -191,7 +181,7 @@ class ResumePoint:
             raise OptionError(
                 f"--resume: {self.root} holds another model. Give the same --model, or start a new run elsewhere."
             )
-        refuse_other_layers(self.root, state.layers, planner.chain.whole)
+        changes.refuse_other_layers(self.root, state.layers, planner.chain.whole)
         if prepared.plan.starts != self.plan.starts and cut_matters:
             raise OptionError(f"--resume: {self.root} was cut at blocks {self.plan.starts}. Give the same method and cut.")
         if state.gathers != gathers(prepared.phases):
@@ -235,8 +225,8 @@ class ResumePoint:
         request = planner.request
         request = replace(request, label_bytes=state.label_bytes or request.label_bytes)
         asked = planner.epochs(len(state.epochs))
-        trained = trained_epochs(place, state.epochs, sorted(self.changed), exact=not planner.alone)
-        self.said += kept_words(trained, asked)
+        trained = changes.trained_epochs(place, state.epochs, sorted(self.changed), exact=not planner.alone)
+        self.said += changes.kept_words(trained, asked)
         return replace(request, trained_epochs=trained)
 
     def _told(self, request: PlanRequest, settings: Settings) -> PlanWording:
@@ -300,11 +290,11 @@ def resume_point_of(path: Path, settings: Settings, *, session: bool = False) ->
     plan = Plan.read(state.plan)
     mine = settings.texts()
     place = Place(*state.place)
-    changed = different(state.settings, mine)
-    refuse_fixed(root, changed, state.settings, mine, recovers=place.recovers)
+    changed = changes.different(state.settings, mine)
+    changes.refuse_fixed(root, changed, state.settings, mine, recovers=place.recovers)
     return ResumePoint(
         root=root, manifest=manifest, state=state, plan=plan, place=place, position=Position(*state.position),
-        changed=frozenset(changed), said=told(changed, state.settings, mine),
+        changed=frozenset(changed), said=changes.told(changed, state.settings, mine),
     )  # fmt: skip
 
 
@@ -349,7 +339,7 @@ def refuse_unlike_ranks(ranks: Ranks, planner: Planner) -> None:
         return
     rows = planner.train, planner.test
     settings = {name: str(value) for name, value in planner.settings.to_json().items() if name not in _OF_A_RANK}
-    told = ranks.gather((settings, (data_digest(*rows), row_digests(*rows))))
+    told = ranks.gather((settings, (data_digest(*rows), changes.row_digests(*rows))))
     for rank, (other, _) in enumerate(told):
         if names := [name for name in settings if other[name] != told[0][0][name]]:
             said = ", ".join(f"{name} is {other[name]}, not {told[0][0][name]}" for name in names)

@@ -11,20 +11,10 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+import seqpart.checkpoint.marker as markers
 from seqpart.checkpoint.leftovers import IGNORE, SCRATCH_PREFIX, Kind, belongs_to, clean, judged, remove_empty
 from seqpart.checkpoint.manifest import Manifest, bring
-from seqpart.checkpoint.marker import (
-    LOCK,
-    MARKER,
-    Marker,
-    finish_publishing,
-    is_half_written_marker,
-    locked,
-    marker_of,
-    new_id,
-    publish,
-    refuse_in_use,
-)
+from seqpart.checkpoint.marker import LOCK, MARKER, Marker
 from seqpart.errors import BadInput, CorruptFile, DirectoryUnusable, Interrupted, OptionError, StoreError, resuming
 from seqpart.files import PRIVATE_FOLDER, Folder, folder_inside
 from seqpart.store.atomic import unusable, write_text
@@ -74,7 +64,7 @@ class RunDirectory:
             with explaining(root / LOCK, unusable):
                 if not created and not resume:
                     _must_be_ours(self._folder)
-                self._lock = locked(self.root)
+                self._lock = markers.locked(self.root)
         except BaseException:
             self._folder.__exit__()
             raise
@@ -87,7 +77,7 @@ class RunDirectory:
 
     def _take_over(self, overwrite: bool, resume: bool) -> None:
         is_new = set(self._folder.names()) <= {LOCK}
-        finish_publishing(self.root)
+        markers.finish_publishing(self.root)
         self.marker = self._identity()
         if overwrite and not resume:
             self._forget_checkpoint()
@@ -105,8 +95,8 @@ class RunDirectory:
         """Returns the directory's marker, with its former id if it is still in its place."""
         here, found = self.root, None
         with contextlib.suppress(ValueError):
-            found = marker_of(self._folder)
-        known = found.id if found is not None and found.directory == here else new_id()
+            found = markers.marker_of(self._folder)
+        known = found.id if found is not None and found.directory == here else markers.new_id()
         if self._run is None:
             return Marker(directory=here, id=known)
         return Marker(directory=here, id=known, run=self._run.marker.directory, run_id=self._run.marker.id)
@@ -125,7 +115,7 @@ class RunDirectory:
 
     def publish(self) -> None:
         """Replaces the earlier results by the run's, when it is done."""
-        publish(self.root)
+        markers.publish(self.root)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -215,7 +205,7 @@ def refuse_taken(root: Path, *, overwrite: bool = False, resume: bool = False) -
     with explaining(root, unusable), Folder.at(root) as folder:
         if not resume:
             _must_be_ours(folder)
-        refuse_in_use(folder)
+        markers.refuse_in_use(folder)
     if not (resume or overwrite):
         _must_be_free(root)
 
@@ -226,10 +216,10 @@ def finish_what_was_published(root: Path) -> None:
     Raises DirectoryUnusable if a run holds `root`, CorruptFile if the list of results is damaged.
     """
     if (root / PUBLISHING).exists():
-        lock = locked(root)
+        lock = markers.locked(root)
         try:
             with explaining(root, unusable):
-                finish_publishing(root)
+                markers.finish_publishing(root)
         finally:
             os.close(lock)
 
@@ -275,10 +265,10 @@ def _make_own_folder(folder: Folder, name: str) -> None:
 
 def _must_be_ours(folder: Folder) -> None:
     # Empty, or of a run that is just beginning, or was killed as it began.
-    if all(name == LOCK or is_half_written_marker(name) for name in folder.names()):
+    if all(name == LOCK or markers.is_half_written_marker(name) for name in folder.names()):
         return
     try:
-        found = marker_of(folder)
+        found = markers.marker_of(folder)
     except ValueError as error:
         raise CorruptFile(
             f"--output-dir: {folder.path} holds files, and it is not known whether seqpart made them: {error} ({MARKER}). They "
@@ -317,7 +307,7 @@ def open_scratch(directory: RunDirectory, manifest: Manifest | None, offload_dir
         return directory
     if belongs_to(found, directory.marker) or not found.exists():
         return RunDirectory(found, run=directory, resume=True)
-    lock = locked(found) if os.path.lexists(found / LOCK) else None
+    lock = markers.locked(found) if os.path.lexists(found / LOCK) else None
     try:
         scratch = RunDirectory((offload_dir or found.parent) / new, run=directory)
         try:
