@@ -6,7 +6,7 @@ the loss, and between them the boundary exchange passes activations up and gradi
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -59,7 +59,7 @@ class Exchanges:
     boundaries: Boundaries
     reader_thread: ReaderThread
     between: BoundaryIO
-    graphs: GraphOffload | None
+    graphs: GraphOffload
     falsify: bool
     """True if what backward takes from `between` is slightly wrong: the control run of `verify`."""
 
@@ -200,7 +200,8 @@ class Compute:
         if step.partition == phase.last and step.partition not in phase.streams and self._part(step) == 0:
             partition.buffers.begin_update()  # its only forward pass is here
         partition.buffers.restore()
-        with self._offloaded_graph(step) as others:
+        away = phase.offloads_graph(step.partition)
+        with self._graphs.on_device((step.partition, self._part(step)) if away else None) as others:
             with partition.collect_tied_gradients() as tied:
                 arrived = apart_from(others, self._back_propagate(step).gradients)
             partition.unalias_gradients(arrived.values(), others)
@@ -210,13 +211,6 @@ class Compute:
                     self._handover.give_shared(self._ties.index((step.partition, tie)), self._part(step), gradient)
         self._pass_down(step, arrived)
         return 0, 0
-
-    def _offloaded_graph(self, step: Step) -> AbstractContextManager[frozenset[int]]:
-        """A context in which the step's offloaded tensors are on the device. Yields the addresses of their memory."""
-        if self._graphs is None:
-            return nullcontext(frozenset())
-        away = self.phases[step.phase].offloads_graph(step.partition)
-        return self._graphs.on_device((step.partition, self._part(step)) if away else None)
 
     def _back_propagate(self, step: Step) -> Graph:
         """Back-propagates one of several partitions: the last from its own loss, the others from the gradient left for them."""

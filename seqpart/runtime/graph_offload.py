@@ -134,7 +134,7 @@ class GraphOffload:
 def open_graphs(
     parts: Sequence[PartitionCost], offloads: Collection[int], micro_batches: int,
     rooms: Mapping[int, Sequence[torch.Tensor]], path: Path, device: Device,
-) -> GraphOffload | None:  # fmt: skip
+) -> GraphOffload:  # fmt: skip
     """Opens the offload of the graphs of partitions `offloads`, with `micro_batches` per update: in their `rooms`, if they
     have some in host memory, else in a new file `path`."""
     ranges = dict[int, Ranges]()
@@ -144,7 +144,7 @@ def open_graphs(
     if away:
         capacities = {p: round_up(parts[p].graph) for p in away}
         ranges |= dict.fromkeys(away, DiskRanges(path, capacities, micro_batches, device))
-    return GraphOffload(ranges) if ranges else None
+    return GraphOffload(ranges)
 
 
 @dataclass(slots=True)

@@ -251,8 +251,7 @@ class Run:
             between = self._between(stage)
             stack.callback(between.close)
             graphs = self._graphs(stage)
-            if graphs is not None:
-                stack.callback(graphs.close)
+            stack.callback(graphs.close)
             executor = self._executor(stage, between, graphs, start, metrics)
             phases = self.prepared.phases
             self.reporter.begin(phases, start, self.prepared.plan.limit, lambda: self.sampler.peak)
@@ -283,7 +282,7 @@ class Run:
             self.scratch.rows / "relay.part", self.device,
         )  # fmt: skip
 
-    def _graphs(self, stage: Stage) -> GraphOffload | None:
+    def _graphs(self, stage: Stage) -> GraphOffload:
         several = [phase for phase, _ in counted(self.prepared.phases) if phase.through is not None]
         micro_batches = max((phase.own.micro_batches_per_update for phase in several), default=1)
         rooms = self.homes.graph_rooms(self.prepared.graph_rooms)
@@ -292,9 +291,7 @@ class Run:
             self.device,
         )  # fmt: skip
 
-    def _executor(
-        self, stage: Stage, between: BoundaryIO, graphs: GraphOffload | None, start: Position, metrics: Metrics
-    ) -> Executor:
+    def _executor(self, stage: Stage, between: BoundaryIO, graphs: GraphOffload, start: Position, metrics: Metrics) -> Executor:
         prepared, settings, granted = self.prepared, self.settings, stage.resources
         partitions = self._partitions = [
             Partition(
