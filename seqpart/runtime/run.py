@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import astuple, replace
 from functools import cache, cached_property
@@ -320,11 +320,10 @@ class Run:
         gradients = any(phase.defers_updates and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
         own = {p: partitions[p].needs(to_update=True, gradients=False) for p in granted.stays}
         shared = sorted(one.needs(to_update=True, gradients=gradients) for p, one in enumerate(partitions) if p not in own)
-        parting = self._parting(stage)
         return Executor(
             compute, Slots(shared[-granted.slots:], self.device, own), self.homes.store,
             clip_grad_norm=settings.clip_grad_norm, rate=self.rate_of(stage), ranks=self.ranks,
-            parting=parting, gather=self.homes.gather if parting is None else parting.gather,
+            rewrites=self._rewrites(stage),
         )  # fmt: skip
 
     def rate_of(self, stage: Stage) -> Callable[[Phase, int], float | Groups]:
@@ -337,16 +336,17 @@ class Run:
         scheduler = cache(lambda optimizer: Scheduler(schedule, whole(optimizer), values))
         return lambda phase, done: scheduler(stage.optimizers[phase.partition]).at(phase.share_of(done)[0])
 
-    def _parting(self, stage: Stage) -> Parting | None:
+    def _rewrites(self, stage: Stage) -> Mapping[Verb, Callable[[int, int], int | None]]:
         prepared = self.prepared
         if not isinstance(prepared.chain, JointChain):
-            return None
-        return Parting(
+            return {Verb.GATHER: self.homes.gather}
+        parting = Parting(
             prepared.chain, [cost.layout for cost in prepared.costs],
             state_layouts(prepared.chain, prepared.costs, stage.optimizers[-1]),
             [(part.first, part.last) for part in prepared.plan.partitions], self.homes.store,
             keeps_moments=self.settings.subnet_moments != "zero", ranks=self.ranks, give=self.homes.give,
         )  # fmt: skip
+        return {Verb.SPLIT: parting.split, Verb.GATHER: parting.gather, Verb.MERGE: parting.merge}
 
     def _go_on_behind(self, failure: Failure, metrics: Metrics) -> None:
         self.sampler.known = max(self.sampler.known, self.prepared.plan.peak)  # the plan that is about to be replaced
