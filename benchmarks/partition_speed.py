@@ -128,9 +128,9 @@ def homes(folder: Path, repeats: int = 5) -> dict[str, object]:
     from seqpart.model.tensors import tensors_of
     from seqpart.profile.blocks import measure_chain
     from seqpart.runtime.partition import Partition
-    from seqpart.runtime.slots import Slot, at_once
+    from seqpart.runtime.slots import Slot
     from seqpart.store.direct import probe_disk
-    from seqpart.store.store import Store
+    from seqpart.store.store import Store, at_once
     from seqpart.zoo.models import ResidualBlock
 
     device = open_device("cpu")

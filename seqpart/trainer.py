@@ -376,7 +376,7 @@ class Trainer:
             fixed = prepared.method.in_pairs or self.settings.averages or ranks.count > 1
             run.pauses.replans = prepared.method.exact and not fixed
             if tracking is not None:
-                tracking.open(run.places.directory, prepared.phases, resumed, self.settings)
+                tracking.open(run.directory, prepared.phases, resumed, self.settings)
             adapted = self.model if is_adapted(self.model) else None
             result = replace(carry_out(run, began), config=getattr(self.model, "config", None), model=adapted)
         if result.average is None or not tests.count or not ranks.leads:

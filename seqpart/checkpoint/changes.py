@@ -138,7 +138,7 @@ def _is_whole(text: str) -> bool:
         return False
 
 
-def changes_in_words(names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def in_words(names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Returns the changed settings that the run goes on with, as sentences for the user."""
     weights = now.get("weights", "None")
     unread = [f"--weights {weights} is not read, since the run has weights"] if "weights" in names and weights != "None" else []

@@ -15,7 +15,7 @@ from seqpart.model.optimizers import AVERAGE
 from seqpart.model.weight_files import named_tensors
 from seqpart.profile.blocks import BlockCost
 from seqpart.store.direct import REQUEST, DirectFile, explained
-from seqpart.store.layout import Layout, TensorSpec, encode_header
+from seqpart.store.layout import TensorSpec, encode_header
 from seqpart.store.store import Store
 from seqpart.store.streams import Gathering
 
@@ -52,7 +52,7 @@ def export_weights(
                 if lies.stride is None:
                     out.append(bytes_of(flat)[lies.offset : lies.offset + lies.nbytes])
                 else:  # as every reader expects it: row by row
-                    out.append(bytes_of(_row_by_row(_view(lies, flat))))
+                    out.append(bytes_of(_row_by_row(lies.view(flat))))
             out.flush()
             file.finish(written, durable=True)
         part.replace(path)
@@ -61,11 +61,6 @@ def export_weights(
     finally:
         remove(part)
     return len(header) + offset
-
-
-def _view(spec: TensorSpec, flat: torch.Tensor) -> torch.Tensor:
-    """The tensor that lies in the bytes of a home."""
-    return Layout((spec,)).views(flat)[spec.name]
 
 
 def _row_by_row(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,8 +84,8 @@ class _Homes:
                 return self._flat(block.state_home, state=True), average
             far_end = next((spec for spec in state.specs if spec.name == f"{source.name}.{FAR_END}"), None)
             if far_end is not None:
-                trained = _view(source, self._flat(block.home, state=False))
-                far = _view(far_end, self._flat(block.state_home, state=True))
+                trained = source.view(self._flat(block.home, state=False))
+                far = far_end.view(self._flat(block.state_home, state=True))
                 return _row_by_row(trained.lerp(far, TO_AVERAGE)), replace(source, offset=0, stride=None)
         return self._flat(block.home, state=False), source
 

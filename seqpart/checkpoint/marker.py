@@ -21,7 +21,7 @@ from seqpart.errors import CorruptFile, DirectoryUnusable
 from seqpart.files import PRIVATE, Folder, remove
 from seqpart.schema import Digest, PathText, Whole, as_type
 from seqpart.store.atomic import checked_body, unusable, with_checksum, write_text
-from seqpart.store.direct import sync
+from seqpart.store.direct import explaining, sync
 from seqpart.store.scratch import NEW, PUBLISHING
 from seqpart.text import parsed
 
@@ -157,7 +157,7 @@ def is_begun_anew(root: Path) -> bool:
 
 def publish(root: Path) -> None:
     """Replaces the earlier results by the new ones. Raises StoreError."""
-    try:
+    with explaining(root, unusable):
         with Folder.at(root) as folder:
             new = [name for name in folder.names() if name.endswith(NEW)]
         for name in new:
@@ -165,8 +165,6 @@ def publish(root: Path) -> None:
         if new:
             write_text(root / PUBLISHING, with_checksum("results", [name.removesuffix(NEW) for name in new]))
             finish_publishing(root)
-    except OSError as error:
-        raise unusable(error, root) from None
 
 
 def finish_publishing(root: Path) -> None:

@@ -1,7 +1,7 @@
 """The state of a run in a checkpoint, other than tensors, and the checks whether the run may go on here."""
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,20 +10,9 @@ import torch
 import xxhash
 from msgspec import Meta
 
+import seqpart.checkpoint.changes as changes
 import seqpart.checkpoint.manifest as manifests
-from seqpart.checkpoint.changes import (
-    FREE,
-    Layers,
-    Place,
-    changes_in_words,
-    different,
-    kept_words,
-    refuse_fixed,
-    refuse_other_layers,
-    refuse_other_rows,
-    row_digests,
-    trained_epochs,
-)
+from seqpart.checkpoint.changes import FREE, Place
 from seqpart.checkpoint.manifest import Manifest, no_checkpoint
 from seqpart.checkpoint.marker import is_begun_anew
 from seqpart.checkpoint.run_directory import finish_what_was_published
@@ -31,7 +20,7 @@ from seqpart.data.splits import Split
 from seqpart.device.ranks import Ranks
 from seqpart.errors import DataError, DoesNotFit, OptionError, shown
 from seqpart.methods import methods_named
-from seqpart.model.metrics import Metrics, Tally
+from seqpart.model.metrics import Tally
 from seqpart.plan.plan import AS_ASKED, Plan, PlanRequest, PlanWording
 from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.profile.partition import state_layouts
@@ -114,7 +103,7 @@ class ResumePoint:
     position: Position = START
     changed: frozenset[str] = frozenset()
     """Names of settings that have changed, and may."""
-    changes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     """The changes as sentences for the user."""
 
     def words(self, phases: Sequence[Phase]) -> str:
@@ -122,7 +111,7 @@ class ResumePoint:
             return f"{self.root} was ended before anything was saved: it starts from the beginning"
         at = self.position
         where = f"update {at.updates + 1} of {phases[at.phase]}" if at.phase < len(phases) else "the writing of the results"
-        other = f"; from here on: {', '.join(self.changes)}" if self.changes else ""
+        other = f"; from here on: {', '.join(self.remarks)}" if self.remarks else ""
         proven = "the proof at the end covers what runs from here on"
         return f"going on from {shown(self.manifest.path)}, with {where}{other}; {proven}"
 
@@ -171,8 +160,8 @@ class ResumePoint:
         state = self.state
         if not state.session and data_digest(planner.train, planner.test) != state.data:
             raise OptionError(f"--resume: {self.root} was trained on other data. Give the same --data, in the same order.")
-        rows = {} if state.session else row_digests(planner.train, planner.test)
-        self.changes += refuse_other_rows(self.root, state.rows, rows)
+        rows = {} if state.session else changes.row_digests(planner.train, planner.test)
+        self.remarks += changes.refuse_other_rows(self.root, state.rows, rows)
         for name, was in (state.functions or {}).items():
             if (now := planner.functions.get(name)) != was:
                 raise OptionError(
@@ -180,7 +169,7 @@ class ResumePoint:
                     "again elsewhere."
                 )
         if state.tuned != planner.tuned:
-            self.changes.append(f"the optimizer's options were {state.tuned}, are {planner.tuned}")
+            self.remarks.append(f"the optimizer's options were {state.tuned}, are {planner.tuned}")
         request = self._request(planner, state, self.place)
         tests_between = planner.settings.tests != AT_THE_END  # as many phases as there are partitions
         cut_matters = not planner.exact or tests_between or self.place.following is not None
@@ -192,10 +181,10 @@ class ResumePoint:
             raise OptionError(
                 f"--resume: {self.root} holds another model. Give the same --model, or start a new run elsewhere."
             )
-        refuse_other_layers(self.root, state.layers, planner.chain.whole)
+        changes.refuse_other_layers(self.root, state.layers, planner.chain.whole)
         if prepared.plan.starts != self.plan.starts and cut_matters:
             raise OptionError(f"--resume: {self.root} was cut at blocks {self.plan.starts}. Give the same method and cut.")
-        if state.gathers != _gathers(prepared.phases):
+        if state.gathers != gathers(prepared.phases):
             was = "several processes, each of them partitions of its own" if state.gathers else "one process"
             raise OptionError(
                 f"--resume: {self.root} was trained by {was}: rows between partitions, which the other way of training needs, "
@@ -203,10 +192,10 @@ class ResumePoint:
             )
         before, found = max(micro_batches), max(stage.micro_batch for stage in prepared.stages)
         if found != before:
-            self.changes.append(f"the micro-batch was {before}, is {found}, which gives other bits")
+            self.remarks.append(f"the micro-batch was {before}, is {found}, which gives other bits")
         threads = torch.get_num_threads()
         if state.threads not in (None, threads) and planner.device.torch.type == "cpu":
-            self.changes.append(f"the threads were {state.threads}, are {threads} (OMP_NUM_THREADS), which gives other bits")
+            self.remarks.append(f"the threads were {state.threads}, are {threads} (OMP_NUM_THREADS), which gives other bits")
         try:
             self.position = self._find_position(prepared.phases, state.tally)
         except ValueError as error:
@@ -236,8 +225,8 @@ class ResumePoint:
         request = planner.request
         request = replace(request, label_bytes=state.label_bytes or request.label_bytes)
         asked = planner.epochs(len(state.epochs))
-        trained = trained_epochs(place, state.epochs, sorted(self.changed), exact=not planner.alone)
-        self.changes += kept_words(trained, asked)
+        trained = changes.trained_epochs(place, state.epochs, sorted(self.changed), exact=not planner.alone)
+        self.remarks += changes.kept_words(trained, asked)
         return replace(request, trained_epochs=trained)
 
     def _wording(self, request: PlanRequest, settings: Settings) -> PlanWording:
@@ -301,11 +290,11 @@ def resume_point_of(path: Path, settings: Settings, *, session: bool = False) ->
     plan = Plan.read(state.plan)
     mine = settings.texts()
     place = Place(*state.place)
-    changed = different(state.settings, mine)
-    refuse_fixed(root, changed, state.settings, mine, recovers=place.recovers)
+    changed = changes.different(state.settings, mine)
+    changes.refuse_fixed(root, changed, state.settings, mine, recovers=place.recovers)
     return ResumePoint(
         root=root, manifest=manifest, state=state, plan=plan, place=place, position=Position(*state.position),
-        changed=frozenset(changed), changes=changes_in_words(changed, state.settings, mine),
+        changed=frozenset(changed), remarks=changes.in_words(changed, state.settings, mine),
     )  # fmt: skip
 
 
@@ -339,26 +328,8 @@ def refuse_finished(root: Path) -> None:
         )
 
 
-def state_of(
-    planner: Planner, prepared: ExecutionPlan, position: Position, metrics: Metrics,
-    *, losses: list[float], test: tuple[float, float | None] | None, data: str, rows: dict[str, str], layers: Layers,
-    job: dict[str, Any] | None, loop: LoopState, session: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Returns a `State` as JSON."""
-    return msgspec.to_builtins(  # type: ignore[no-any-return]
-        State(
-            settings=planner.settings.texts(), plan=prepared.plan.to_json(), position=(position.phase, position.updates),
-            place=astuple(Place.of(prepared.phases, position)),
-            epochs=planner.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
-            micro_batches=[stage.micro_batch for stage in prepared.stages], tally=metrics.tally(), losses=losses,
-            test=test, data=data, rows=rows, layers=layers, functions=planner.functions, tuned=planner.tuned,
-            label_bytes=prepared.request.label_bytes, job=job, loop=loop, session=session, gathers=_gathers(prepared.phases),
-            threads=torch.get_num_threads(),
-        )
-    )  # fmt: skip
-
-
-def _gathers(phases: Phases) -> bool:
+def gathers(phases: Phases) -> bool:
+    """True if each of several processes trains partitions of its own."""
     return any(phase.kind is PhaseKind.GATHER for phase, _ in counted(phases))
 
 
@@ -368,12 +339,12 @@ def refuse_unlike_ranks(ranks: Ranks, planner: Planner) -> None:
         return
     rows = planner.train, planner.test
     settings = {name: str(value) for name, value in planner.settings.to_json().items() if name not in _OF_A_RANK}
-    told = ranks.gather((settings, (data_digest(*rows), row_digests(*rows))))
-    for rank, (other, _) in enumerate(told):
-        if names := [name for name in settings if other[name] != told[0][0][name]]:
-            said = ", ".join(f"{name} is {other[name]}, not {told[0][0][name]}" for name in names)
-            raise OptionError(f"rank {rank} was given other settings than rank 0: {said}. Give every process the same.")
-    found = [one for _, one in told]
+    given = ranks.gather((settings, (data_digest(*rows), changes.row_digests(*rows))))
+    for rank, (other, _) in enumerate(given):
+        if names := [name for name in settings if other[name] != given[0][0][name]]:
+            differences = ", ".join(f"{name} is {other[name]}, not {given[0][0][name]}" for name in names)
+            raise OptionError(f"rank {rank} was given other settings than rank 0: {differences}. Give every process the same.")
+    found = [one for _, one in given]
     if others := [rank for rank, one in enumerate(found) if one != found[0]]:
         raise DataError(
             f"rank {others[0]} was given other rows than rank 0. Give every process the whole data, in the same order and "

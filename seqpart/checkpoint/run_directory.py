@@ -11,24 +11,14 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+import seqpart.checkpoint.marker as markers
 from seqpart.checkpoint.leftovers import IGNORE, SCRATCH_PREFIX, Kind, belongs_to, clean, judged, remove_empty
 from seqpart.checkpoint.manifest import Manifest, bring
-from seqpart.checkpoint.marker import (
-    LOCK,
-    MARKER,
-    Marker,
-    finish_publishing,
-    is_half_written_marker,
-    locked,
-    marker_of,
-    new_id,
-    publish,
-    refuse_in_use,
-)
+from seqpart.checkpoint.marker import LOCK, MARKER, Marker
 from seqpart.errors import BadInput, CorruptFile, DirectoryUnusable, Interrupted, OptionError, StoreError, resuming
 from seqpart.files import PRIVATE_FOLDER, Folder, folder_inside
 from seqpart.store.atomic import unusable, write_text
-from seqpart.store.direct import explained
+from seqpart.store.direct import explained, explaining
 from seqpart.store.scratch import (
     CHECKPOINT,
     FOLDERS,
@@ -64,42 +54,38 @@ class RunDirectory:
         self._run = run
         if resume and not root.exists():
             raise CorruptFile(f"{root} is missing: the checkpoint in {run.root if run is not None else root} needs it.", root)
-        try:
+        with explaining(root, unusable):
             self._made = created = _created(root, private=run is not None)
             if not created and run is not None and not resume:
                 raise DirectoryUnusable(f"{root} exists already, and was not made by this run. Give another --offload-dir.")
             self.root: Path = root.resolve()
             self._folder = Folder.at(self.root)
-        except OSError as error:
-            raise unusable(error, root) from None
         try:
-            if not created and not resume:
-                _must_be_ours(self._folder)
-            self._lock = locked(self.root)
-        except BaseException as error:
+            with explaining(root / LOCK, unusable):
+                if not created and not resume:
+                    _must_be_ours(self._folder)
+                self._lock = markers.locked(self.root)
+        except BaseException:
             self._folder.__exit__()
-            if isinstance(error, OSError):
-                raise unusable(error, root / LOCK) from None
             raise
         try:
-            self._take_over(overwrite, resume)
-        except BaseException as error:
+            with explaining(root, unusable):
+                self._take_over(overwrite, resume)
+        except BaseException:
             self._let_go()
-            if isinstance(error, OSError):
-                raise unusable(error, root) from None
             raise
 
     def _take_over(self, overwrite: bool, resume: bool) -> None:
         is_new = set(self._folder.names()) <= {LOCK}
-        finish_publishing(self.root)
-        self._marker = self._identity()
+        markers.finish_publishing(self.root)
+        self.marker = self._identity()
         if overwrite and not resume:
             self._forget_checkpoint()
         elif not resume:
             _must_be_free(self.root)
         self.cleaned = remove_half_written(self._folder) + (0 if resume else clear_scratch(self._folder))
         self._replaces = (self.root / WEIGHTS).exists()
-        self.mark("running")
+        self.marker.write("running")
         if is_new:
             write_text(self.root / IGNORE, "*\n")
         for name in FOLDERS:
@@ -109,15 +95,11 @@ class RunDirectory:
         """Returns the directory's marker, with its former id if it is still in its place."""
         here, found = self.root, None
         with contextlib.suppress(ValueError):
-            found = marker_of(self._folder)
-        known = found.id if found is not None and found.directory == here else new_id()
+            found = markers.marker_of(self._folder)
+        known = found.id if found is not None and found.directory == here else markers.new_id()
         if self._run is None:
             return Marker(directory=here, id=known)
         return Marker(directory=here, id=known, run=self._run.marker.directory, run_id=self._run.marker.id)
-
-    @property
-    def marker(self) -> Marker:
-        return self._marker
 
     @property
     def homes(self) -> Path:
@@ -133,10 +115,7 @@ class RunDirectory:
 
     def publish(self) -> None:
         """Replaces the earlier results by the run's, when it is done."""
-        publish(self.root)
-
-    def mark(self, state: str) -> None:
-        self._marker.write(state)
+        markers.publish(self.root)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -151,8 +130,10 @@ class RunDirectory:
             raise KeyboardInterrupt(str(interrupt) or _NOTHING_KEPT) from None
 
     @contextlib.contextmanager
-    def resumable(self, add_note: Callable[[Exception, str], None], told: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Adds a note on how to go on to an error that ends the run, by `add_note`, unless that was `told` already."""
+    def resumable(
+        self, add_note: Callable[[Exception, str], None], noted: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
+        """Adds a note on how to go on to an error that ends the run, by `add_note`, unless that was `noted` already."""
         try:
             yield
         except Exception as error:
@@ -160,7 +141,7 @@ class RunDirectory:
                 add_note(
                     error, f"There is a checkpoint: {resuming(self.root)} goes on, or says that it needs the damaged file."
                 )
-            elif not isinstance(error, BadInput) and has_checkpoint(self._folder) and not told():
+            elif not isinstance(error, BadInput) and has_checkpoint(self._folder) and not noted():
                 add_note(error, f"The last checkpoint is intact: when the cause is gone, go on with {resuming(self.root)}")
             raise
 
@@ -170,11 +151,11 @@ class RunDirectory:
         drop: names of files to remove if the run failed before it began, with the directory if the run created it.
         """
         try:
-            if self._folder.is_at(self._marker.directory):
+            if self._folder.is_at(self.marker.directory):
                 if state == "done":
                     self._forget_checkpoint()
                 clear_scratch(self._folder)
-                self.mark(state)
+                self.marker.write(state)
                 if drop and self._made:
                     for name in drop:
                         self._folder.remove(name)
@@ -192,8 +173,8 @@ class RunDirectory:
         failed: true if the run raises an error of its own; otherwise raises StoreError if the disk fails.
         """
         try:
-            if self._folder.is_at(self._marker.directory):
-                with Folder.at(self._marker.directory) as folder:
+            if self._folder.is_at(self.marker.directory):
+                with Folder.at(self.marker.directory) as folder:
                     found = judged(folder, is_locked=True)
                     if found is not None and found.kind is Kind.LEFTOVER:
                         clear_scratch(folder)
@@ -214,7 +195,7 @@ class RunDirectory:
         for name in (PREVIOUS, CHECKPOINT):  # the manifests first: none may name a file that is gone
             self._folder.unlink(name)
         for scratch in scratches:
-            if belongs_to(scratch, self._marker):
+            if belongs_to(scratch, self.marker):
                 with contextlib.suppress(StoreError, FileNotFoundError, NotADirectoryError):  # in use, or gone
                     clean(scratch)
 
@@ -223,13 +204,10 @@ def refuse_taken(root: Path, *, overwrite: bool = False, resume: bool = False) -
     """Raises what a RunDirectory in `root` would, as far as a check without the lock shows, before a plan is made."""
     if not root.is_dir():
         return
-    try:
-        with Folder.at(root) as folder:
-            if not resume:
-                _must_be_ours(folder)
-            refuse_in_use(folder)
-    except OSError as error:
-        raise unusable(error, root) from None
+    with explaining(root, unusable), Folder.at(root) as folder:
+        if not resume:
+            _must_be_ours(folder)
+        markers.refuse_in_use(folder)
     if not (resume or overwrite):
         _must_be_free(root)
 
@@ -240,11 +218,10 @@ def finish_what_was_published(root: Path) -> None:
     Raises DirectoryUnusable if a run holds `root`, CorruptFile if the list of results is damaged.
     """
     if (root / PUBLISHING).exists():
-        lock = locked(root)
+        lock = markers.locked(root)
         try:
-            finish_publishing(root)
-        except OSError as error:
-            raise unusable(error, root) from None
+            with explaining(root, unusable):
+                markers.finish_publishing(root)
         finally:
             os.close(lock)
 
@@ -290,10 +267,10 @@ def _make_own_folder(folder: Folder, name: str) -> None:
 
 def _must_be_ours(folder: Folder) -> None:
     # Empty, or of a run that is just beginning, or was killed as it began.
-    if all(name == LOCK or is_half_written_marker(name) for name in folder.names()):
+    if all(name == LOCK or markers.is_half_written_marker(name) for name in folder.names()):
         return
     try:
-        found = marker_of(folder)
+        found = markers.marker_of(folder)
     except ValueError as error:
         raise CorruptFile(
             f"--output-dir: {folder.path} holds files, and it is not known whether seqpart made them: {error} ({MARKER}). They "
@@ -332,7 +309,7 @@ def open_scratch(directory: RunDirectory, manifest: Manifest | None, offload_dir
         return directory
     if belongs_to(found, directory.marker) or not found.exists():
         return RunDirectory(found, run=directory, resume=True)
-    lock = locked(found) if os.path.lexists(found / LOCK) else None
+    lock = markers.locked(found) if os.path.lexists(found / LOCK) else None
     try:
         scratch = RunDirectory((offload_dir or found.parent) / new, run=directory)
         try:

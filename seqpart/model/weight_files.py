@@ -23,7 +23,7 @@ from seqpart.errors import CorruptFile, ModelError, OptionError
 from seqpart.files import opened
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import tensors_of
-from seqpart.store.direct import explained
+from seqpart.store.direct import explained, explaining
 from seqpart.store.layout import DTYPES, LARGEST_HEADER, Layout, TensorSpec, decode_entries
 
 INDEX = ".safetensors.index.json"
@@ -82,15 +82,12 @@ class WeightFiles:
         stored = self.tensors[name]
         flat = view.view(-1) if view.is_contiguous() else torch.empty(view.numel(), dtype=view.dtype)
         for part in stored.parts or (stored,):
-            try:
-                with open(opened(part.path.resolve()), "rb") as file:
-                    for begins, at, count in stored.runs(part) if stored.parts else [(0, 0, prod(stored.spec.shape))]:
-                        begin, end = max(begins, skip), min(begins + count, skip + flat.numel())
-                        if begin < end:
-                            file.seek(part.start + (at + begin - begins) * part.spec.dtype.itemsize)
-                            _fill(flat[begin - skip : end - skip], part, file)
-            except OSError as error:
-                raise explained(error, part.path) from None
+            with explaining(part.path), open(opened(part.path.resolve()), "rb") as file:
+                for begins, at, count in stored.runs(part) if stored.parts else [(0, 0, prod(stored.spec.shape))]:
+                    begin, end = max(begins, skip), min(begins + count, skip + flat.numel())
+                    if begin < end:
+                        file.seek(part.start + (at + begin - begins) * part.spec.dtype.itemsize)
+                        _fill(flat[begin - skip : end - skip], part, file)
         if not view.is_contiguous():
             view.copy_(flat.view(view.shape))
 
@@ -191,13 +188,10 @@ def _indexed(index: Path) -> tuple[Sequence[Path], Mapping[str, str]]:
 
 
 def _tensors(path: Path) -> list[Stored]:
-    try:
-        with open(opened(path.resolve()), "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            head = file.read(length) if length <= LARGEST_HEADER else b""
-            size = file.seek(0, 2)
-    except OSError as error:
-        raise explained(error, path) from None
+    with explaining(path), open(opened(path.resolve()), "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        head = file.read(length) if length <= LARGEST_HEADER else b""
+        size = file.seek(0, 2)
     if not head or len(head) < length:
         raise CorruptFile(f"{path} is not a whole safetensors file. Use another copy.", path)
     _refuse_types(head, path)
@@ -352,7 +346,7 @@ def write_adapter(folder: Path, weights: Path, model: Any) -> None:
             f"save_adapter: expected a run of a peft model, as get_peft_model makes it; found {type(model).__name__}. "
             "`weights` and save_pretrained have the whole model."
         )
-    try:
+    with explaining(folder):
         with safe_open(weights, framework="pt") as file:
             learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
             # The name of an adapter is a part of its tensors' names.
@@ -360,8 +354,6 @@ def write_adapter(folder: Path, weights: Path, model: Any) -> None:
             state = {name: file.get_tensor(name) for name in named}
         # Otherwise peft asks the hub if embeddings were made larger; those that learn are among its modules to save.
         model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
-    except OSError as error:
-        raise explained(error, folder) from None
 
 
 _META = "_seqpart_on_meta"
@@ -395,15 +387,13 @@ MODEL = "model.safetensors"
 def write_pretrained(folder: Path, weights: Path, config: Any) -> None:
     """Writes `weights` to `folder` as model.safetensors, and for a transformers model its `config` and the other files of the
     directory that it was loaded from. Raises StoreError, and OptionError where there are weights already."""
-    try:
+    with explaining(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if there := sorted(path.name for path in folder.iterdir() if _is_weights(path)):
             raise OptionError(f"{folder} holds weights already: {there[0]}. Give another directory, or remove them.")
         if hasattr(config, "save_pretrained"):
             _write_config(folder, weights, config)
         _link_or_copy(weights, folder / MODEL)  # last: with it the directory is whole
-    except OSError as error:
-        raise explained(error, folder) from None
 
 
 def _is_weights(path: Path) -> bool:

@@ -40,7 +40,7 @@ from seqpart.report.terminal import (
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import Event, PhaseBegun, PhaseDone, Position, StepDone, Verb
-from seqpart.store.direct import explained
+from seqpart.store.direct import explaining
 from seqpart.units import format_seconds, format_size
 
 _SECONDS = 10.0
@@ -93,21 +93,17 @@ class Reporter:
 
     def open_log(self, path: Path, *, add: bool = False) -> None:
         """Writes events to `path`; with `add`, after those of the resumed run."""
-        try:
+        with explaining(path):
             self._log = open(added_to(path) if add else made(path, 0o666), "w")  # noqa: SIM115 (closed by close)
-        except OSError as error:
-            raise explained(error, path) from None
         self._log_path = path
 
     def record(self, kind: str, **values: Any) -> None:
         """Writes one JSON line, flushed, so that a killed run leaves it."""
         if self._log is not None:
             seconds = round(time.perf_counter() - self._began, 3)
-            try:
+            with explaining(self._log_path):
                 self._log.write(json.dumps({"event": kind, "seconds": seconds, **values}) + "\n")
                 self._log.flush()
-            except OSError as error:
-                raise explained(error, self._log_path) from None
 
     def add_note(self, error: Exception, note: str) -> None:
         """Adds a note to an error, with flags or Python arguments."""

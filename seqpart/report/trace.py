@@ -16,6 +16,7 @@ from typing import Any
 
 from seqpart.files import made, write_all
 from seqpart.store.atomic import unusable
+from seqpart.store.direct import explaining
 
 MOST = 256 << 20
 """Bytes of a trace: two million steps, as many as a viewer can still show."""
@@ -44,10 +45,8 @@ class Trace:
         self._highest = 0
         self.is_full, self.error = False, ""
         """True if the file is full; and the error after which nothing was written."""
-        try:
+        with explaining(path, unusable):
             self._file: int | None = made(path, 0o666)
-        except OSError as error:
-            raise unusable(error, path) from None
         self._add({"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "seqpart"}})
 
     # --- what is traced -------------------------------------------------------------------------------------------

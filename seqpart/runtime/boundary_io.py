@@ -4,7 +4,7 @@
     host     they wait in host memory that the plan granted
     disk     they wait in one file; a few buffers are written and read while the computation goes on
 
-The plan chooses the tier of each boundary: there is one exchange per tier, and one that picks the exchange of a boundary.
+The plan chooses the tier of each boundary: there is one exchange per tier.
 
 A boundary and micro-batch have first the activation, which is needed until the partition above has run backward, and then
 its gradient: both use the same place.
@@ -14,11 +14,11 @@ the memory layout differs: elements are kept in their layout. Only the gaps of a
 made again.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -34,21 +34,28 @@ Key = tuple[int, int]
 """(number of a value, micro-batch); -1 - n: the gradient of the n-th shared weight."""
 
 
-class BoundaryExchange(Protocol):
+class BoundaryExchange(ABC):
     """`put` a tensor of a micro-batch for a later step, `get` it in any later step; `take` or `forget` it at its last use."""
 
-    def lends(self, key: Key) -> bool:
-        """True if `get` may return memory that is used again, so that a kept graph must not refer to it."""
+    lends = False
+    """True if `get` may return memory that is used again, so that a kept graph must not refer to it."""
 
+    @abstractmethod
     def put(self, key: Key, tensor: torch.Tensor) -> None: ...
 
+    @abstractmethod
     def get(self, key: Key) -> torch.Tensor: ...
 
     def take(self, key: Key) -> torch.Tensor:
         """Gets a tensor for the last time, in memory that the caller owns: gradients may become those of weights."""
+        found = self.get(key)
+        self.forget(key)
+        return found
 
+    @abstractmethod
     def forget(self, key: Key) -> None: ...
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -121,14 +128,11 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class OnDevice:
+class OnDevice(BoundaryExchange):
     """Holds references to the tensors, whose own memory the plan counted, and copies of parts of larger tensors."""
 
     def __init__(self) -> None:
         self._held: dict[Key, tuple[_Form, torch.Tensor]] = {}
-
-    def lends(self, key: Key) -> bool:
-        return False
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         form = _Form.of(tensor)
@@ -139,10 +143,6 @@ class OnDevice:
 
     def get(self, key: Key) -> torch.Tensor:
         form, kept = self._held[key]
-        return form.again(kept)
-
-    def take(self, key: Key) -> torch.Tensor:
-        form, kept = self._held.pop(key)
         return form.again(kept)
 
     def forget(self, key: Key) -> None:
@@ -168,7 +168,7 @@ class _Place:
 class _Places:
     """One range for each boundary and micro-batch, made when it is first needed and used again in every update."""
 
-    def __init__(self, capacities: Mapping[int, int] = MappingProxyType({})) -> None:
+    def __init__(self, capacities: Mapping[int, int]) -> None:
         self._capacities = capacities
         self._places: dict[Key, _Place] = {}
         self._end = 0
@@ -185,21 +185,20 @@ class _Places:
         return self._places[key]
 
 
-class InHost:
+class InHost(BoundaryExchange):
     """Keeps copies in `flat`, host memory of the caller. They are copied out while the computation goes on, and uploaded in
     its stream's order.
 
     capacities: bytes of each place for a whole micro-batch, since an update may begin with a smaller one.
     """
 
+    lends = True
+
     def __init__(self, flat: torch.Tensor, capacities: Mapping[int, int], device: Device) -> None:
         self._flat, self._device = flat, device
         self._places = _Places(capacities)
         self._left: dict[Key, Event] = {}
         """The event after the copy of each tensor that was put."""
-
-    def lends(self, key: Key) -> bool:
-        return True
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         place = self._places.of(key, tensor)
@@ -230,7 +229,7 @@ class InHost:
         """Does nothing: the caller owns the memory."""
 
 
-class OnDisk:
+class OnDisk(BoundaryExchange):
     """One file, written and read by a thread of its own through BUFFERS buffers of the largest micro-batch.
 
     `get` returns a copy, which the plan counts as a partition's input: a step may need more values than there are buffers.
@@ -238,11 +237,8 @@ class OnDisk:
 
     def __init__(self, path: Path, largest: int, device: Device) -> None:
         self._device = device
-        self._places = _Places()
+        self._places = _Places({})
         self._file = BufferedFile[Key](path, largest, BUFFERS, "seqpart-boundaries", device)
-
-    def lends(self, key: Key) -> bool:
-        return False
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         place = self._places.of(key, tensor)
@@ -256,25 +252,15 @@ class OnDisk:
         self._file.write(number, place.form.nbytes, place.offset)
 
     def get(self, key: Key) -> torch.Tensor:
-        place = self._places[key]
-        kept = self._device.own(place.on(self._buffer_with(key)))
-        self._device.wait(self._device.mark())  # the buffer is used again
-        return place.form.again(kept)
-
-    def take(self, key: Key) -> torch.Tensor:
-        found = self.get(key)
-        self.forget(key)
-        return found
-
-    def _buffer_with(self, key: Key) -> torch.Tensor:
-        """Returns the buffer that holds the tensor, also while it is being written; reads it from the file if none does."""
-        number = self._file.number_of(key)
-        if number is None:
-            number, place = self._file.claim(key), self._places[key]
+        place, number = self._places[key], self._file.number_of(key)
+        if number is None:  # else a buffer holds it, perhaps while it is being written
+            number = self._file.claim(key)
             self._file.read(number, place.form.nbytes, place.offset)
             self._file.settle(number)
         self._file.touch(number)
-        return self._file.buffers[number]
+        kept = self._device.own(place.on(self._file.buffers[number]))
+        self._device.wait(self._device.mark())  # the buffer is used again
+        return place.form.again(kept)
 
     def forget(self, key: Key) -> None:
         number = self._file.number_of(key)
@@ -286,115 +272,66 @@ class OnDisk:
         self._file.close()
 
 
-class InPlaces:
-    """Several exchanges by tier; `place` maps a value's number to its tier."""
+class BoundaryIO:
+    """Passes boundary tensors between partitions, each value by the exchange of its tier."""
 
-    def __init__(self, exchanges: Mapping[str, BoundaryExchange], place: Callable[[int], str]) -> None:
-        self._exchanges, self._place = exchanges, place
+    def __init__(self, exchanges: Mapping[str, BoundaryExchange], tiers: Tiers, routing: BoundaryRouting) -> None:
+        self._exchanges, self._tiers, self._routing = exchanges, tiers, routing
+        self._waiting: set[Key] = set()
+        """Keys of gradients that have been put: some values get none."""
 
-    def _of(self, key: Key) -> BoundaryExchange:
-        return self._exchanges[self._place(key[0])]
-
-    def lends(self, key: Key) -> bool:
-        return self._of(key).lends(key)
-
-    def put(self, key: Key, tensor: torch.Tensor) -> None:
-        self._of(key).put(key, tensor)
-
-    def get(self, key: Key) -> torch.Tensor:
-        return self._of(key).get(key)
-
-    def take(self, key: Key) -> torch.Tensor:
-        return self._of(key).take(key)
-
-    def forget(self, key: Key) -> None:
-        self._of(key).forget(key)
+    def _of(self, number: int) -> BoundaryExchange:
+        return self._exchanges[self._routing.tier_of(number, self._tiers)]
 
     def close(self) -> None:
         for exchange in self._exchanges.values():
             exchange.close()
 
-
-def open_exchange(
-    tiers: Tiers,
-    parts: Sequence[PartitionCost],
-    batch: int,
-    micro_batch: int,
-    host: torch.Tensor | None,
-    path: Path,
-    device: Device,
-) -> BoundaryExchange:
-    """Opens the exchange of the plan. After the micro-batch was halved `host` may be too small: then the disk replaces it."""
-    if not tiers or len(parts) == 1:
-        return OnDevice()
-    if host is None or boundary_bytes(parts, batch, micro_batch, tiers, "host") > len(host):
-        tiers = tuple("disk" if tier == "host" else tier for tier in tiers)
-    handing, exchanges = handing_of(parts), dict[str, BoundaryExchange]()
-    for tier in sorted({*tiers, handing.tier_of(-1, tiers)}):
-        if tier == DEVICE:
-            exchanges[tier] = OnDevice()
-        elif tier == "host" and host is not None:
-            exchanges[tier] = InHost(host, handing.places(micro_batch), device)
-        else:
-            exchanges[tier] = OnDisk(path, largest_boundary(parts, micro_batch, tiers), device)
-    return InPlaces(exchanges, lambda number: handing.tier_of(number, tiers)) if len(exchanges) > 1 else exchanges.popitem()[1]
-
-
-class BoundaryIO:
-    """Passes boundary tensors between partitions. entering, leaving: each partition's inputs from and outputs to others."""
-
-    def __init__(
-        self, exchange: BoundaryExchange, entering: Sequence[tuple[Value, ...]], leaving: Sequence[tuple[Value, ...]]
-    ) -> None:
-        self._exchange, self._handing = exchange, BoundaryRouting(entering, leaving)
-        self._waiting: set[Key] = set()
-        """Keys of gradients that have been put: some values get none."""
-
     def give_up(self, m: int, pack: Pack) -> None:
         """Puts the outputs of micro-batch m that other partitions take."""
         for number, tensor in pack.items():
-            self._exchange.put((number, m), tensor)
+            self._of(number).put((number, m), tensor)
 
     def take_up(self, p: int, m: int, *, to_keep: bool = False) -> Pack:
         """Returns partition p's inputs; they stay for others and for p's backward. to_keep: in memory that is not reused."""
-        pack = {value.number: self._exchange.get((value.number, m)) for value in self._handing.entering[p]}
-        lent = [number for number in pack if to_keep and self._exchange.lends((number, m))]
+        pack = {value.number: self._of(value.number).get((value.number, m)) for value in self._routing.entering[p]}
+        lent = [number for number in pack if to_keep and self._of(number).lends]
         return pack | {number: copied_as_it_lies(pack[number]) for number in lent}
 
     def used_up(self, p: int, m: int) -> None:
         """Forgets the values that p was the last to take."""
-        for value in self._handing.used_up(p):
-            self._exchange.forget((value.number, m))
+        for value in self._routing.used_up(p):
+            self._of(value.number).forget((value.number, m))
 
     def wanted(self, p: int, lowest: int) -> frozenset[int]:
         """Returns p's inputs whose gradients an earlier partition learns from; `lowest`: the first partition that learns."""
-        return frozenset(v.number for v in self._handing.entering[p] if self._handing.wants_gradient(v, lowest))
+        return frozenset(v.number for v in self._routing.entering[p] if self._routing.wants_gradient(v, lowest))
 
     def taken_again(self, p: int) -> frozenset[int]:
         """Returns p's inputs that later partitions take too: their gradients arrive first."""
-        return frozenset(value.number for value in self._handing.taken_again(p))
+        return frozenset(value.number for value in self._routing.taken_again(p))
 
     def take_gradients(self, p: int, m: int, edges: Collection[int]) -> Pack:
         """Takes waiting gradients of p's outputs, and of inputs that later partitions took too; returns those in `edges`."""
         found: Pack = {}
-        for value in (*self._handing.leaving[p], *self._handing.taken_again(p)):
+        for value in (*self._routing.leaving[p], *self._routing.taken_again(p)):
             key = self._gradient_key(value, m)
             if key in self._waiting:
                 self._waiting.remove(key)
                 if value.number in edges:
-                    found[value.number] = self._exchange.take(key)
+                    found[value.number] = self._of(key[0]).take(key)
                 else:
-                    self._exchange.forget(key)
+                    self._of(key[0]).forget(key)
         return found
 
     def give_down(self, p: int, m: int, gradients: Mapping[int, torch.Tensor], lowest: int) -> None:
         """Puts the gradients of p's inputs for others, and forgets the activations that nobody needs any more."""
-        for value in self._handing.entering[p]:
+        for value in self._routing.entering[p]:
             key, gradient = self._gradient_key(value, m), gradients.get(value.number)
-            if self._handing.is_first_user(p, value, lowest) and (gradient is None or key[0] != value.number):
-                self._exchange.forget((value.number, m))
+            if self._routing.is_first_user(p, value, lowest) and (gradient is None or key[0] != value.number):
+                self._of(value.number).forget((value.number, m))
             if gradient is not None:
-                self._exchange.put(key, gradient)
+                self._of(key[0]).put(key, gradient)
                 self._waiting.add(key)
 
     def gradients_wait(self, m: int) -> bool:
@@ -402,14 +339,15 @@ class BoundaryIO:
 
     def give_shared(self, number: int, m: int, gradient: torch.Tensor) -> None:
         """Puts the gradient of a weight that a lower partition owns."""
-        self._exchange.put((-1 - number, m), gradient)
-        self._waiting.add((-1 - number, m))
+        key = -1 - number, m
+        self._of(key[0]).put(key, gradient)
+        self._waiting.add(key)
 
     def take_shared(self, number: int, m: int) -> Iterable[torch.Tensor]:
         key = -1 - number, m
         if key in self._waiting:
             self._waiting.remove(key)
-            yield self._exchange.take(key)
+            yield self._of(key[0]).take(key)
 
     def abandon(self) -> None:
         """Forgets the unfinished update."""
@@ -417,7 +355,27 @@ class BoundaryIO:
 
     def _gradient_key(self, value: Value, m: int) -> Key:
         """Returns the key of a value's gradient; a value that several partitions take is still needed, so it has its own."""
-        return (gradient_of(value.number) if self._handing.is_shared(value) else value.number), m
+        return (gradient_of(value.number) if self._routing.is_shared(value) else value.number), m
+
+
+def open_boundaries(
+    tiers: Tiers, parts: Sequence[PartitionCost], batch: int, micro_batch: int, host: torch.Tensor | None, path: Path,
+    device: Device,
+) -> BoundaryIO:  # fmt: skip
+    """Opens the exchanges of the plan. After the micro-batch was halved `host` may be too small: then the disk replaces it."""
+    if len(parts) == 1:
+        tiers = ()
+    if host is None or boundary_bytes(parts, batch, micro_batch, tiers, "host") > len(host):
+        tiers = tuple("disk" if tier == "host" else tier for tier in tiers)
+    routing, exchanges = handing_of(parts), dict[str, BoundaryExchange]()
+    for tier in sorted({*tiers, routing.tier_of(-1, tiers)}):
+        if tier == DEVICE:
+            exchanges[tier] = OnDevice()
+        elif tier == "host" and host is not None:
+            exchanges[tier] = InHost(host, routing.places(micro_batch), device)
+        else:
+            exchanges[tier] = OnDisk(path, largest_boundary(parts, micro_batch, tiers), device)
+    return BoundaryIO(exchanges, tiers, routing)
 
 
 def falsified(handed: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ class BufferSnapshots:
         own = [block.module.get_buffer(name) for block, name in self._own()]
         host = [buffer.detach().cpu().contiguous() for buffer in own]
         changed = [place for place, one in enumerate(host) if self._shared.get(place) != _digest(one)]
-        for place in sorted({place for told in ranks.gather(changed) for place in told}) if own else ():
+        for place in sorted({place for places in ranks.gather(changed) for place in places}) if own else ():
             ranks.send(host[place])
             own[place].copy_(host[place])
             self._shared[place] = _digest(host[place])

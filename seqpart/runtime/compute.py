@@ -6,7 +6,7 @@ the loss, and between them the boundary exchange passes activations up and gradi
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -26,7 +26,7 @@ from seqpart.model.metrics import Metrics, MetricSinks
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import LossValue, share_of_update
 from seqpart.plan.planner import ExecutionPlan
-from seqpart.runtime.boundary_io import BoundaryExchange, BoundaryIO, falsified
+from seqpart.runtime.boundary_io import BoundaryIO, falsified
 from seqpart.runtime.elements import Elements
 from seqpart.runtime.graph_offload import Arrival, Graph, GraphOffload, apart_from, entering
 from seqpart.runtime.partition import Partition
@@ -38,16 +38,15 @@ from seqpart.schedule.steps import Event, PhaseBegun, Position, Step
 class Hooks:
     """Callbacks of a run's loop.
 
-    `listen` gets every event, `sinks` the outputs that metrics are made of. `guard` runs after every step; `at_rest` gets the
-    executor after each complete update, and after each step of a pass without updates, when nothing is half done; it ends the
-    steps if it returns False; both may raise.
+    `listen` gets every event, `sinks` the outputs that metrics are made of. `at_rest` gets the executor after each complete
+    update, and after each step of a pass without updates, when nothing is half done; it ends the steps if it returns False.
+    Both may raise.
     `before_update` gets a partition with its gradients before each training update. `failed` gets the executor and an error of
     a block or of the rows in a LOAD, FORWARD or BACKWARD, when every home is as `position` says.
     """
 
     listen: Callable[[Event], None]
     sinks: MetricSinks
-    guard: Callable[[], None]
     at_rest: Callable[[Any], bool]
     before_update: Callable[[Partition, Step], None]
     failed: Callable[[Any, Exception], None]
@@ -59,8 +58,8 @@ class Exchanges:
 
     boundaries: Boundaries
     reader_thread: ReaderThread
-    between: BoundaryExchange
-    graphs: GraphOffload | None
+    between: BoundaryIO
+    graphs: GraphOffload
     falsify: bool
     """True if what backward takes from `between` is slightly wrong: the control run of `verify`."""
 
@@ -70,18 +69,18 @@ class Compute:
 
     def __init__(
         self, prepared: ExecutionPlan, partitions: Sequence[Partition], exchanges: Exchanges, device: Device, hooks: Hooks,
-        *, seed: int, start: Position, metrics: Metrics | None, ranks: Ranks,
+        *, seed: int, start: Position, metrics: Metrics, ranks: Ranks,
     ) -> None:  # fmt: skip
         """metrics: the sums of the pass that `start` is in."""
         self.phases, self.partitions, self.boundaries = prepared.phases, partitions, exchanges.boundaries
         self.device, self.hooks, self.start = device, hooks, start
         self.loaded: dict[int, Partition] = {}
-        self.metrics, self.committed = Metrics(), metrics or Metrics()
+        self.metrics, self.committed = Metrics(), metrics
         """Metric sums over the pass so far, and as they were at the end of the last update."""
         self.judged = 0
         """Number of losses that were computed."""
         self._losses, self._row_packs, self._seed, self._resumes = prepared.loss, prepared.row_packs, seed, start.updates > 0
-        self._handover = BoundaryIO(exchanges.between, [p.entering for p in partitions], [p.leaving for p in partitions])
+        self._handover = exchanges.between
         self._graphs, self._thread, self._falsify = exchanges.graphs, exchanges.reader_thread, exchanges.falsify
         self._own_loss: dict[int, PartitionLoss | None] = {}
         self._labels: dict[int, torch.Tensor] = {}
@@ -160,7 +159,7 @@ class Compute:
         phase, p, m = self.phases[step.phase], step.partition, self._part(step)
         partition = self.loaded[p]
         stays = p not in phase.streams
-        if stays and self._starts_update(step):
+        if stays and m == 0:
             partition.buffers.begin_update()
         if p >= phase.lowest and not (stays and phase.keeps_graph(p)):  # else nothing is recomputed
             partition.buffers.remember()
@@ -175,7 +174,7 @@ class Compute:
             offload.finish()
             graph.let_go()
         if phase.keeps_graph(p):
-            partition.keep_graph(m, graph)
+            partition.kept_graphs[m] = graph
         if p < phase.last:
             self._handover.give_up(m, given)
             if p < phase.lowest:
@@ -192,16 +191,17 @@ class Compute:
         if phase.partition == phase.last:
             batch, taken, labels = self._input(step)
             assert batch is not None
-            if self._starts_update(step):
+            if self._part(step) == 0:
                 partition.buffers.begin_update()
             self._back_propagate_loss(step, self._entering(step, taken)[0], labels)
             partition.unalias_gradients()
             self._done_with(batch)
             return batch.x.nbytes, 0
-        if step.partition == phase.last and step.partition not in phase.streams and self._starts_update(step):
+        if step.partition == phase.last and step.partition not in phase.streams and self._part(step) == 0:
             partition.buffers.begin_update()  # its only forward pass is here
         partition.buffers.restore()
-        with self._offloaded_graph(step) as others:
+        away = phase.offloads_graph(step.partition)
+        with self._graphs.on_device((step.partition, self._part(step)) if away else None) as others:
             with partition.collect_tied_gradients() as tied:
                 arrived = apart_from(others, self._back_propagate(step).gradients)
             partition.unalias_gradients(arrived.values(), others)
@@ -212,18 +212,11 @@ class Compute:
         self._pass_down(step, arrived)
         return 0, 0
 
-    def _offloaded_graph(self, step: Step) -> AbstractContextManager[frozenset[int]]:
-        """A context in which the step's offloaded tensors are on the device. Yields the addresses of their memory."""
-        if self._graphs is None:
-            return nullcontext(frozenset())
-        away = self.phases[step.phase].offloads_graph(step.partition)
-        return self._graphs.on_device((step.partition, self._part(step)) if away else None)
-
     def _back_propagate(self, step: Step) -> Graph:
         """Back-propagates one of several partitions: the last from its own loss, the others from the gradient left for them."""
         phase, p, m = self.phases[step.phase], step.partition, self._part(step)
         if phase.keeps_graph(p):
-            graph = self.loaded[p].kept_graph(m)
+            graph = self.loaded[p].kept_graphs.pop(m)
             self._propagate(step, graph.edges)
             return graph
         taken = self._handover.take_up(p, m)
@@ -366,9 +359,6 @@ class Compute:
 
     def span(self, step: Step) -> Span:
         return self.phases[step.phase].span(_micro_batch(step))
-
-    def _starts_update(self, step: Step) -> bool:
-        return self._part(step) == 0
 
     def _input(self, step: Step) -> tuple[Batch | None, Pack, torch.Tensor]:
         """Returns (batch, values, labels): the phase's first partition reads rows, the others take boundary tensors."""

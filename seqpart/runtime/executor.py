@@ -9,14 +9,13 @@ where to go on with a smaller micro-batch.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
 from seqpart.device.ranks import Ranks
 from seqpart.errors import Diverged, OutOfMemory, first_line
-from seqpart.methods.ist.moving import Parting
 from seqpart.model.inspection import explained_step
 from seqpart.model.optimizers import GradientNorm, total_norm
 from seqpart.model.scheduler import Groups
@@ -50,17 +49,16 @@ class Executor:
 
     def __init__(
         self, compute: Compute, slots: Slots, store: Store, *, clip_grad_norm: float | None,
-        rate: Callable[[Phase, int], float | Groups], ranks: Ranks, parting: Parting | None,
-        gather: Callable[[int, int], int],
+        rate: Callable[[Phase, int], float | Groups], ranks: Ranks, rewrites: Mapping[Verb, Callable[[int, int], int | None]],
     ) -> None:  # fmt: skip
-        """rate: of (phase, its finished updates). parting: rewrites homes; needed only where the schedule has them. gather: of
-        (partition, round) gives homes to all ranks, and returns the bytes sent."""
+        """rate: of (phase, its finished updates). rewrites: functions of (partition, round) for the verbs that rewrite homes;
+        that of GATHER returns the bytes sent."""
         self.step, self.compute = Step(Verb.LOAD, 0), compute
         self.progress = Progress(compute.phases, compute.start)
         self._phases, self._partitions, self._boundaries = compute.phases, compute.partitions, compute.boundaries
         self._device, self._hooks, self._slots, self._store = compute.device, compute.hooks, slots, store
         self._clip, self._rate, self._ranks = clip_grad_norm, rate, ranks
-        self._parting, self._gather, self._doing = parting, gather, False
+        self._rewrites, self._doing = rewrites, False
         self._loaded = compute.loaded
         self._coming: dict[int, Partition] = {}
         self._norms: dict[tuple[int, int], GradientNorm] = {}
@@ -105,13 +103,13 @@ class Executor:
             self.flush()
         except Exception as error:
             if not self._device.is_out_of_memory(error):
-                told = explained_step(error)
-                told.add_note(f"while running {self.step} in {self._phases[self.step.phase]}")
+                explained = explained_step(error)
+                explained.add_note(f"while running {self.step} in {self._phases[self.step.phase]}")
                 if self._doing and self.step.verb in _CAN_BE_UNDONE:
-                    self._bring_home(told)
-                if told is error:
+                    self._bring_home(explained)
+                if explained is error:
                     raise
-                raise told from error
+                raise explained from error
             text = first_line(error)
             if self.step.verb not in _CAN_BE_UNDONE:
                 raise out_of_memory(self.step, text) from None
@@ -136,7 +134,6 @@ class Executor:
             self._rest(step)
         took = time.perf_counter() - began
         self._hooks.listen(StepDone(step=step, bytes_read=read, bytes_written=written, seconds=took))
-        self._hooks.guard()
         resting = step.verb is Verb.UPDATE and not self.progress.updated
         return resting or (self._phases[step.phase].kind is not PhaseKind.TRAIN and step.verb is not Verb.LOAD)
 
@@ -246,15 +243,12 @@ class Executor:
 
     def _rewrite_homes(self, step: Step) -> tuple[int, int]:
         """Does SPLIT, GATHER or MERGE with every home saved. Returns (bytes read, bytes written); of GATHER (0, bytes sent)."""
-        parting, round_ = self._parting, self._phases[step.phase].epoch
         self._wait_for_homes()
         self._slots.close()  # the next partitions may need slots of other sizes
-        if step.verb is Verb.GATHER:
-            return 0, self._gather(step.partition, round_)
-        assert parting is not None
-        before = replace(self._store.traffic)
-        (parting.split if step.verb is Verb.SPLIT else parting.merge)(step.partition, round_)
-        now = self._store.traffic
+        before, now = replace(self._store.traffic), self._store.traffic
+        sent = self._rewrites[step.verb](step.partition, self._phases[step.phase].epoch)
+        if sent is not None:
+            return 0, sent
         return now.bytes_read - before.bytes_read, now.bytes_written - before.bytes_written
 
     # --- work -----------------------------------------------------------------------------------------------------
@@ -355,10 +349,7 @@ class Executor:
     def _undo_updates(self, text: str) -> None:
         """Rolls the homes back to the last mark, because some partitions have made the optimizer step already. The mark is at
         this update's beginning if nothing stays on the device, else where a checkpoint was saved or this loop began."""
-        for partition in self._partitions:
-            partition.transfer.settle()
-            partition.release()
-        self._loaded.clear()
+        self._release_all()
         if not self._store.rollback():
             raise OutOfMemory(
                 f"memory ran out in {self.step} in the middle of an update, and the weights in host memory cannot be restored: "
@@ -370,7 +361,6 @@ class Executor:
 
     def _release_all(self) -> None:
         for partition in self._partitions:
-            partition.transfer.settle()
             partition.release()
         self._loaded.clear()
         self._coming.clear()

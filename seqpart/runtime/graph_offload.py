@@ -19,29 +19,18 @@ from seqpart.device.pages import round_up
 from seqpart.errors import ModelError
 from seqpart.model.packs import Pack
 from seqpart.profile.partition import PartitionCost
-from seqpart.store.graph_ranges import DiskRanges, Key, Ranges, host_ranges
+from seqpart.store.graph_ranges import DiskRanges, HostRanges, Key, Ranges, SharedRanges
 from seqpart.store.layout import LINE
 
 
 @dataclass(frozen=True, slots=True)
-class Offloaded:
-    """A saved tensor: the byte offset of its storage in the range of `key`, and its view of that storage."""
+class Packed:
+    """Where a saved tensor lies in flat bytes that are found again by `key`, and how it views them."""
 
-    key: Key
+    key: Key | None
+    """The graph that was offloaded with it; None: the bytes are the slot's."""
     offset: int
-    first: int
-    """Elements from the storage's beginning to the tensor's first."""
-    look: "Look"
-
-    def on(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor as a view of `flat`, which holds the range."""
-        return self.look.at((int(flat.storage_offset()) + self.offset) // self.look.dtype.itemsize + self.first, flat)
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """How a tensor views its storage: shape, strides, type, and the conjugate and negative bits."""
-
+    """Bytes from the beginning of these bytes."""
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -50,11 +39,14 @@ class Look:
     """Lazy bits of complex tensors and their parts: the stored values are read so (`x.conj()` copies nothing)."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Look":
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    def of(cls, tensor: torch.Tensor, key: Key | None, start: int) -> Self:
+        """start: offset of the first byte of the tensor's storage."""
+        offset = start + int(tensor.storage_offset()) * tensor.dtype.itemsize
+        return cls(key, offset, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
-    def at(self, first: int, flat: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that begins `first` elements after the beginning of the storage of `flat`."""
+    def on(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor as a view of `flat`, which holds the bytes."""
+        first = (int(flat.storage_offset()) + self.offset) // self.dtype.itemsize
         found = torch.empty(0, dtype=self.dtype, device=flat.device)
         found = found.set_(flat.untyped_storage(), first, self.shape, self.stride)
         found = found.conj() if self.conjugate else found
@@ -84,12 +76,12 @@ class GraphOffload:
         self._key = None
         self._known.clear()
 
-    def pack(self, tensor: torch.Tensor) -> Offloaded | None:
+    def pack(self, tensor: torch.Tensor) -> Packed | None:
         """Copies a tensor and returns its place, or None if there is no room: a block may save more than was counted."""
         storage, self._device = tensor.untyped_storage(), tensor.device
         if self._key is None or (offset := self._place_of(storage, tensor._version)) is None:
             return None
-        return Offloaded(self._key, offset, int(tensor.storage_offset()), Look.of(tensor))
+        return Packed.of(tensor, self._key, offset)
 
     def _place_of(self, storage: torch.UntypedStorage, version: int) -> int | None:
         assert self._key is not None
@@ -105,7 +97,8 @@ class GraphOffload:
         self._known[id(storage), version] = weakref.ref(storage), offset
         return offset
 
-    def unpack(self, saved: Offloaded) -> torch.Tensor:
+    def unpack(self, saved: Packed) -> torch.Tensor:
+        assert saved.key is not None
         if saved.key == self._key:  # a block computes gradients in its own forward pass
             return saved.on(self._flat).to(self._device, copy=True)  # the next graph uses that memory
         return saved.on(self._open[saved.key])
@@ -141,15 +134,17 @@ class GraphOffload:
 def open_graphs(
     parts: Sequence[PartitionCost], offloads: Collection[int], micro_batches: int,
     rooms: Mapping[int, Sequence[torch.Tensor]], path: Path, device: Device,
-) -> GraphOffload | None:  # fmt: skip
+) -> GraphOffload:  # fmt: skip
     """Opens the offload of the graphs of partitions `offloads`, with `micro_batches` per update: in their `rooms`, if they
     have some in host memory, else in a new file `path`."""
-    ranges: dict[int, Ranges] = dict.fromkeys(rooms, host_ranges(rooms, device)) if rooms else {}
+    ranges = dict[int, Ranges]()
+    if rooms:
+        ranges = dict.fromkeys(rooms, SharedRanges(rooms) if device.shares_memory else HostRanges(rooms, device))
     away = sorted(set(offloads).difference(rooms))
     if away:
         capacities = {p: round_up(parts[p].graph) for p in away}
         ranges |= dict.fromkeys(away, DiskRanges(path, capacities, micro_batches, device))
-    return GraphOffload(ranges) if ranges else None
+    return GraphOffload(ranges)
 
 
 @dataclass(slots=True)
@@ -159,11 +154,6 @@ class Arrival:
     gradient: torch.Tensor | None = None
     leaf: torch.Tensor | None = None
     """The input itself, which autograd's graph refers to."""
-
-    def let_go(self) -> None:
-        """Frees the input's memory; what the graph needs of it must be saved elsewhere."""
-        if self.leaf is not None:
-            self.leaf.data = self.leaf.data.new_empty(0)
 
 
 class _Entry(torch.autograd.Function):
@@ -219,19 +209,10 @@ class Graph:
         return {number: a.gradient for number, a in self.arrivals.items() if a.gradient is not None}
 
     def let_go(self) -> None:
+        """Frees the inputs' memory; what the graph needs of it must be saved elsewhere."""
         for arrival in self.arrivals.values():
-            arrival.let_go()
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A tensor's place in a slot: `offset` in bytes."""
-
-    offset: int
-    look: Look
-
-    def on(self, buffer: torch.Tensor) -> torch.Tensor:
-        return self.look.at((int(buffer.storage_offset()) + self.offset) // self.look.dtype.itemsize, buffer)
+            if arrival.leaf is not None:
+                arrival.leaf.data = arrival.leaf.data.new_empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +240,7 @@ def packing(
     It saves a copy of anything in one of the `changing` tensors. All else goes to `offload`, if there is one.
     """
     # Not `buffer` itself: the graph keeps what these functions refer to, and the slot is to hold another partition.
-    storage, start, device = buffer.untyped_storage().data_ptr(), buffer.storage_offset(), buffer.device
+    storage, start, device = buffer.untyped_storage().data_ptr(), int(buffer.storage_offset()), buffer.device
     ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in changing]
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -268,16 +249,18 @@ def packing(
             return away or _Saved(tensor, tensor._version)
         if any(first <= tensor.data_ptr() < end for first, end in ranges):
             return tensor.clone()
-        offset = int(tensor.storage_offset()) * tensor.dtype.itemsize - int(start)
-        return _Place(offset, Look.of(tensor))
+        return Packed.of(tensor, None, -start)
 
     def unpack(packed: Any) -> torch.Tensor:
-        if offload is not None and isinstance(packed, Offloaded):
-            return offload.unpack(packed)
-        now = buffer_now() if isinstance(packed, _Place) else None
         if isinstance(packed, _Saved):
             return packed.unchanged()
-        tensor: torch.Tensor = packed if now is None else packed.on(now)
-        return tensor
+        if not isinstance(packed, Packed):
+            tensor: torch.Tensor = packed
+            return tensor
+        if offload is not None and packed.key is not None:
+            return offload.unpack(packed)
+        now = buffer_now()
+        assert now is not None, "backward runs without the partition"
+        return packed.on(now)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

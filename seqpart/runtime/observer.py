@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ParamSpec
 
 from seqpart.model.metrics import OwnMetrics
 from seqpart.plan.planner import ExecutionPlan
@@ -10,6 +11,7 @@ from seqpart.runtime.partition import Partition
 from seqpart.schedule.steps import Event, Position, Step
 from seqpart.store.movers import Watched, unwatched
 
+P = ParamSpec("P")
 BeforeUpdate = Callable[[Partition, Step], None]
 
 
@@ -51,24 +53,18 @@ class Observer:
     def beside(self, other: "Observer") -> "Observer":
         """Returns an observer that calls both, this one first; threads use the other's `watched` if it has one."""
 
-        def before_update(partition: Partition, step: Step) -> None:
-            self.before_update(partition, step)
-            other.before_update(partition, step)
-
-        def at_rest(executor: Executor) -> bool:
-            goes_on = self.at_rest(executor)
-            return other.at_rest(executor) and goes_on
-
-        def listen(event: Event) -> None:
-            self.listen(event)
-            other.listen(event)
-
-        def failed(failure: Failure) -> None:
-            self.failed(failure)
-            other.failed(failure)
-
         watched = self.watched if other.watched is unwatched else other.watched
         return replace(
-            self, before_update=before_update, at_rest=at_rest, listen=listen, watched=watched, failed=failed,
-            callbacks=(*self.callbacks, *other.callbacks), counts_updates=self.counts_updates or other.counts_updates,
+            self, before_update=_both(self.before_update, other.before_update), listen=_both(self.listen, other.listen),
+            at_rest=lambda executor: all([self.at_rest(executor), other.at_rest(executor)]), watched=watched,
+            failed=_both(self.failed, other.failed), callbacks=(*self.callbacks, *other.callbacks),
+            counts_updates=self.counts_updates or other.counts_updates,
         )  # fmt: skip
+
+
+def _both(first: Callable[P, None], second: Callable[P, None]) -> Callable[P, None]:
+    def called(*args: P.args, **kwargs: P.kwargs) -> None:
+        first(*args, **kwargs)
+        second(*args, **kwargs)
+
+    return called

@@ -31,9 +31,9 @@ from seqpart.runtime.boundary_io import clone_as_it_lies
 from seqpart.runtime.buffers import BufferSnapshots
 from seqpart.runtime.graph_offload import Graph, GraphOffload, packing
 from seqpart.runtime.host_steps import HostSteps
-from seqpart.runtime.slots import Slot, Wait, at_once, bring_back, divided
+from seqpart.runtime.slots import Slot, Wait, bring_back, divided
 from seqpart.store.layout import Layout
-from seqpart.store.store import Store, Transfer
+from seqpart.store.store import Store, Transfer, at_once
 
 Learning = tuple[str, tuple[int, int], nn.Parameter]
 """(name in its block, place in the model, parameter)."""
@@ -85,7 +85,8 @@ class Partition:
         self._to_update = self.changed = False
         self._waiting: list[str] | None = None
         """Names of parameters whose gradients are at home."""
-        self._graphs: dict[int, Graph] = {}
+        self.kept_graphs: dict[int, Graph] = {}
+        """Graphs until BACKWARD takes them, by micro-batch. Weights that autograd saved in them must be packed: `packing`."""
 
     @property
     def transfer(self) -> Transfer:
@@ -269,14 +270,6 @@ class Partition:
         for block, tie in self.tied if self._borrows else ():
             attach(block.module, {tie.name: borrowed[tie.owner][tie.owner_name]})
 
-    def keep_graph(self, m: int, graph: Graph) -> None:
-        """Keeps the graph of micro-batch `m` until `kept_graph`. Weights that autograd saved must be packed, see `packing`."""
-        self._graphs[m] = graph
-
-    def kept_graph(self, m: int) -> Graph:
-        """Returns the kept graph of micro-batch `m` and forgets it."""
-        return self._graphs.pop(m)
-
     def packing(self, offload: GraphOffload | None) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which autograd saves offsets instead of views of the slot; the next visit's slot has their values."""
         changing = [block.module.get_buffer(name) for block, names in self._buffered.items() for name in names]
@@ -427,7 +420,7 @@ class Partition:
     def abandon_update(self) -> None:
         """Forgets gradients, graphs and running statistics of an unfinished update."""
         self.forget_gradients()
-        self._graphs, self._waiting = {}, None
+        self.kept_graphs, self._waiting = {}, None
         self.buffers.undo()
 
     def forget_gradients(self) -> None:
@@ -491,7 +484,7 @@ class Partition:
         stay: weights that stay on the device are not saved now. Without `keep_state` the optimizer state is deleted, also at
         home.
         """
-        if self._graphs or gradients:  # a later visit makes the update: buffers must not be saved before it
+        if self.kept_graphs or gradients:  # a later visit makes the update: buffers must not be saved before it
             self.buffers.leave()
         self.buffers.end_visit()
         if self._refreshes:
@@ -546,7 +539,7 @@ class Partition:
             transfer.settle()  # its bytes must not arrive in freed memory
         self._weights.settle()  # which a step on the host may have begun
         self._moved = self._state = self._stepping = Transfer(self._device)  # nor may its error reach the next visit
-        self._graphs, self._waiting = {}, None
+        self.kept_graphs, self._waiting = {}, None
         self.buffers.release()
         self._own, self._filled, self.unsaved = None, False, False
         self._let_go()

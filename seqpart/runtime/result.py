@@ -116,7 +116,7 @@ _NOT_TOLD = {"config", "model", "proofs", "average", "average_loss", "average_ac
 
 def carry_out(session: Run, began: float) -> Result:
     """Runs `session` to its end and writes its results. began: the start of its `seconds`, by time.perf_counter()."""
-    directory = session.places.directory
+    directory = session.directory
     with directory.interruptible():
         with session.limited():
             with directory.resumable(session.reporter.add_note, lambda: session.saving.error_noted), session.interrupts:
@@ -141,7 +141,7 @@ def _weights_kept(session: Run) -> Iterator[None]:
         yield
     except Exception as error:
         if session.is_trained:
-            weights = session.places.directory.result(WEIGHTS)
+            weights = session.directory.result(WEIGHTS)
             session.homes.export(weights)
             session.homes.give_back()
             session.reporter.add_note(error, f"The training was over: its weights are in {weights}")
@@ -152,15 +152,15 @@ def with_average(result: Result, found: Evaluation) -> Result:
     """Adds the evaluation of the averaged weights, and the proof of both runs, to `result` and its file."""
     path = result.weights.with_name(RESULT)
     of_average = {"average_loss": found.loss, "average_accuracy": found.accuracy, "average_metrics": found.metrics}
-    told = {**json.loads(path.read_text()), **of_average, "proof": asdict(found.proof)}
-    write_text(path, json.dumps(told, indent=1) + "\n")
+    written = {**json.loads(path.read_text()), **of_average, "proof": asdict(found.proof)}
+    write_text(path, json.dumps(written, indent=1) + "\n")
     return replace(
         result, average_loss=found.loss, average_accuracy=found.accuracy, average_metrics=found.metrics, proof=found.proof
     )
 
 
 def _conclude(session: Run, seconds: float) -> Result:
-    directory, reporter, sampler, plan = session.places.directory, session.reporter, session.sampler, session.prepared.plan
+    directory, reporter, sampler, plan = session.directory, session.reporter, session.sampler, session.prepared.plan
     weights, proof = directory.root / WEIGHTS, session.proof()
     test_loss, accuracy = session.test or (None, None)
     proofs = tuple(session.ranks.gather(proof)) if session.ranks.count > 1 else ()

@@ -2,18 +2,18 @@
 
 import gc
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache, cached_property
 from typing import Any
 
+import msgspec
 import torch
 
-from seqpart.checkpoint.changes import layers_of, row_digests
-from seqpart.checkpoint.resume import ResumePoint, data_digest, state_of
+from seqpart.checkpoint.changes import Place, layers_of, row_digests
+from seqpart.checkpoint.resume import ResumePoint, State, data_digest, gathers
 from seqpart.data.reader import ReaderThread
-from seqpart.device.device import Device
 from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
 from seqpart.device.sampler import MEMORY, Proof, Sampler
 from seqpart.errors import Diverged, Interrupted, LimitExceeded, OutOfMemory, StoreError, resuming
@@ -26,7 +26,7 @@ from seqpart.plan.planner import ExecutionPlan, Planner, Stage
 from seqpart.profile.partition import state_layouts
 from seqpart.report.reporter import Reporter
 from seqpart.runtime import replanning
-from seqpart.runtime.boundary_io import BoundaryExchange, open_exchange
+from seqpart.runtime.boundary_io import BoundaryIO, open_boundaries
 from seqpart.runtime.compute import Compute, Exchanges, Hooks
 from seqpart.runtime.executor import AllocationFailed, Executor
 from seqpart.runtime.exports import Exports
@@ -43,13 +43,12 @@ from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.progress import checked
 from seqpart.schedule.steps import Event, PhaseDone, Position, StepDone, Verb, steps_of
-from seqpart.settings import Settings
 from seqpart.units import format_size
 
 _GRANT_SECONDS = 0.5
 """Seconds between two checks of what was reserved for generated code; a check takes a millisecond."""
 
-Ended = Generator[None, None, tuple[Failure | None, Position, Metrics | None]]
+Ended = Generator[None, None, tuple[Failure | None, Position, Metrics]]
 """Yields at every pause, then returns (what failed, the run's position, its metric sums there)."""
 
 
@@ -66,8 +65,8 @@ class Run:
         falsify: bool = False,
     ) -> None:  # fmt: skip
         self.prepared, self.reporter, self.sampler = prepared, reporter, sampler
-        self._planner, self._observer, self._resumed, self._job = planner, observer or Observer(), resumed, job
-        self._settings, self._device, self._falsify, self.ranks = planner.settings, planner.device, falsify, planner.ranks
+        self.planner, self._observer, self._resumed, self._job = planner, observer or Observer(), resumed, job
+        self.settings, self.device, self._falsify, self.ranks = planner.settings, planner.device, falsify, planner.ranks
         before = resumed.state if resumed is not None else None
         self.losses = list(before.losses) if before is not None else []
         self.test = before.test if before is not None else None
@@ -82,11 +81,11 @@ class Run:
         self._state, self._finished, self.interrupts = UNBEGUN, "", Interrupts(agreed=planner.ranks.count > 1)
         reporter.plan(prepared.plan)
         stack.push(lambda kind, *_: self.interrupts.end(self._finished, failed=kind is not None))
-        self.places = open_places(
-            prepared.plan, self._settings, reporter, stack, resumed=resumed, job=job, state=lambda: self._state
+        self.directory, self.scratch = open_places(
+            prepared.plan, self.settings, reporter, stack, resumed=resumed, job=job, state=lambda: self._state
         )
         sampler.timeline.leave(
-            self.places.directory.result(MEMORY), limit=prepared.plan.limit, source=sampler.usage.source,
+            self.directory.result(MEMORY), limit=prepared.plan.limit, source=sampler.usage.source,
             add=resumed is not None and resumed.manifest is not None,
         )  # fmt: skip
         if resumed is not None:
@@ -96,16 +95,16 @@ class Run:
         sampler.usage.grant(prepared.plan.host_limit)
         kept = before.loop if before is not None else LoopState(frozen=[*planner.late], learns=[*planner.late])
         self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_own, planner.late)
-        self.watch = Watch(self._observer, self._settings, sampler, kept, self.pauses.pause)
+        self.watch = Watch(self._observer, self.settings, sampler, kept, self.pauses.pause)
         self.heard = self.watch.heard(len(prepared.plan.partitions), planner.test.sets)
-        self.homes = WeightStore(planner, prepared, self.places.scratch, reporter, self._measured_peak, stack)
+        self.homes = WeightStore(planner, prepared, self.scratch, reporter, self._explaining_memory, stack)
         self.homes.store.watched = self._observer.watched
-        if self._settings.saves:
+        if self.settings.saves:
             _ = self._identity  # it reads rows: now, and not while a partition takes memory
         since, criterion = self.resumed_at, self.watch.evaluations.criterion
-        self.exports = Exports(self._settings, self.places.directory.root, criterion, updates_before(prepared.phases, since)[0])
+        self.exports = Exports(self.settings, self.directory.root, criterion, updates_before(prepared.phases, since)[0])
         self.saving = Saving(
-            self._settings, self._state_at, root=self.places.directory.root, scratch=self.places.scratch.root,
+            self.settings, self._state_at, root=self.directory.root, scratch=self.scratch.root,
             store=self.homes.store, boundaries=self.homes.boundaries, reporter=reporter, interrupts=self.interrupts,
         )  # fmt: skip
 
@@ -123,33 +122,21 @@ class Run:
     @contextmanager
     def limited(self, *, rows: bool = True) -> Iterator[None]:
         """Fills the homes under the enforced limit, and keeps it enforced inside. rows: write the data's rows too."""
-        reading, plan = self._planner.reading, self.prepared.plan
+        reading, plan = self.planner.reading, self.prepared.plan
         beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
-        untouched = plan.untouched(self.prepared.costs, self._planner.full_batch)
-        with enforced(self._device, plan.limit, beside=beside, untouched=untouched) as self._grant:
+        untouched = plan.untouched(self.prepared.costs, self.planner.full_batch)
+        with enforced(self.device, plan.limit, beside=beside, untouched=untouched) as self._grant:
             self.homes.fill(self._resumed, rows=rows)
             self.homes.share()
             self._state = "failed"  # until `finish`
             yield
 
-    @property
-    def settings(self) -> Settings:
-        return self._settings
-
-    @property
-    def device(self) -> Device:
-        return self._device
-
-    @property
-    def planner(self) -> Planner:
-        return self._planner
-
     def finish(self, words: str) -> None:
         """Marks the run as done. words: the answer to a pending signal."""
         self._state, self._finished = "done", words
 
-    def _measured_peak(self, when: str) -> AbstractContextManager[None]:
-        return translate_oom(self._device, f"{when}, inside the limit of {format_size(self.prepared.plan.limit)}")
+    def _explaining_memory(self, when: str) -> AbstractContextManager[None]:
+        return translate_oom(self.device, f"{when}, inside the limit of {format_size(self.prepared.plan.limit)}")
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -163,22 +150,21 @@ class Run:
 
         After a failed allocation it goes on from the last position with all homes up to date, with a plan that needs less.
         """
-        at, metrics = self._beginning() if start is None else (start, None)
+        at, metrics = self._beginning() if start is None else (start, Metrics())
         if start is None and at == Position():
             self.watch.begin()
         self.exports.at_rest(self.prepared.phases, at, self.watch.evaluations.all)
         (self.exports.due,) = self.ranks.any_of(self.exports.due)
         if self.exports.due:  # the checkpoint was saved right before
-            self._export(at, metrics or Metrics())
+            self._export(at, metrics)
         at, metrics = self._ended_early(at, metrics)
-        self.saving.begin(changed=self._resumed is not None and bool(self._resumed.changes))
+        self.saving.begin(changed=self._resumed is not None and bool(self._resumed.remarks))
         self._stopped, number = False, 0
         while number < len(self.prepared.stages) and not self._stopped:
             stage = self.prepared.stages[number]
             if at.phase >= stage.end:
                 number += 1
                 continue
-            self.pauses.changed = False
             failure, at, metrics = yield from self._run_stage(stage, at, metrics)
             if failure is not None:
                 if self.ranks.count > 1:  # the others are in the middle of an update, with the same plan
@@ -186,61 +172,60 @@ class Run:
                         f"memory ran out in {failure.step} on rank {self.ranks.number} of {self.ranks.count}: {failure.text}. "
                         "Give a larger --mem-limit, or a smaller --micro-batch-size."
                     )
-                self._go_on_after(failure, metrics or Metrics())
+                self._go_on_after(failure, metrics)
             if self.pauses.unplanned:
-                self.saving.save(at, metrics or Metrics())
+                self.saving.save(at, metrics)
                 names = ", ".join(self.pauses.unplanned[:3]) + (" and others" if len(self.pauses.unplanned) > 3 else "")
                 self.reporter.say(f"{names} learn from now on: making a new plan")
-                raise PlanAnew(self.places.directory.root)
+                raise PlanAnew(self.directory.root)
             at, metrics = self._ended_early(at, metrics)
 
-    def _ended_early(self, at: Position, metrics: Metrics | None) -> tuple[Position, Metrics | None]:
+    def _ended_early(self, at: Position, metrics: Metrics) -> tuple[Position, Metrics]:
         """Returns the position to go on from, and the metric sums there: after the training if its end was requested."""
         end = self.watch.end_after(self.prepared.phases, at)
         if end is None:
             return at, metrics
         phase = self.prepared.phases[at.phase]
-        if at.updates and metrics is not None and phase.independent:
+        if at.updates and phase.independent:
             self._turns.append((phase.partition, metrics.mean_loss))
-        elif at.updates and metrics is not None:
+        elif at.updates:
             self.losses.append(metrics.mean_loss)
         self.watch.tell_end(self.reporter, phase.share_of(at.updates)[0])
-        return end, None
+        return end, Metrics()
 
     @property
     def resumed_at(self) -> Position:
         """Position at which the run goes on; that of its first update, unless it was resumed."""
         return Position() if self._resumed is None else self._resumed.position
 
-    def _beginning(self) -> tuple[Position, Metrics | None]:
+    def _beginning(self) -> tuple[Position, Metrics]:
         resumed = self._resumed
         if resumed is None or resumed.state is None:
-            return Position(), None
+            return Position(), Metrics()
         at, phases = resumed.position, self.prepared.phases
         if at.phase < len(phases) and phases[at.phase].elsewhere:  # another rank goes on with that turn
-            return Position(at.phase + 1), None
+            return Position(at.phase + 1), Metrics()
         return at, Metrics.of(resumed.state.tally)
 
-    def _run_stage(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
+    def _run_stage(self, stage: Stage, at: Position, metrics: Metrics) -> Ended:
         """Runs `stage` to its end, to a stop, or to a failed allocation. Returns (what failed, position, metric sums)."""
         self._held = self.sampler.usage.read()
-        with self._device.heap.kept(stage.heap):
-            ended = yield from self._run_steps(stage, start, metrics)
-            while ended[0] is None and self._begins_anew(stage, *ended[1:]):
-                # In the same heap: a new one would start above what libraries have kept in this one.
+        with self.device.heap.kept(stage.heap):
+            while True:  # in the same heap: a new one would start above what libraries have kept in this one
                 self.pauses.changed = False
-                ended = yield from self._run_steps(stage, *ended[1:])
-            if ended[0] is not None:  # free the failed step's graphs first, or the heap could not shrink
-                self._partitions = []
-                gc.collect()
-            return ended
+                failure, at, metrics = yield from self._run_steps(stage, at, metrics)
+                if failure is not None:  # free the failed step's graphs first, or the heap could not shrink
+                    self._partitions = []
+                    gc.collect()
+                if failure is not None or not self._begins_anew(stage, at, metrics):
+                    return failure, at, metrics
 
-    def _begins_anew(self, stage: Stage, at: Position, metrics: Metrics | None) -> bool:
+    def _begins_anew(self, stage: Stage, at: Position, metrics: Metrics) -> bool:
         """True if the stage, left at position `at`, goes on at once: with another set of trainable parameters, or after an
         export, which is made here."""
         exports = self.exports.due
         if exports:
-            self._export(at, metrics or Metrics())
+            self._export(at, metrics)
         ends = self._stopped or at.phase >= stage.end or self.watch.end_after(self.prepared.phases, at) is not None
         return (exports or self.pauses.changed) and not self.pauses.unplanned and not ends
 
@@ -255,25 +240,25 @@ class Run:
             self.reporter.record("export", file=str(self.exports.write(self.homes.export)), updates=self.exports.last)
             self.homes.discard_others()
         except StoreError as error:
-            if self._settings.saves and not self._divides_state:
+            if self.settings.saves and not self._divides_state:
                 with suppress(StoreError):
                     self.saving.save(at, metrics)
-                    self.reporter.add_note(error, f"The run is saved: go on with {resuming(self.places.directory.root)}")
+                    self.reporter.add_note(error, f"The run is saved: go on with {resuming(self.directory.root)}")
             raise
 
-    def _run_steps(self, stage: Stage, start: Position, metrics: Metrics | None) -> Ended:
+    def _run_steps(self, stage: Stage, start: Position, metrics: Metrics) -> Ended:
         with ExitStack() as stack:
-            exchange = self._exchange(stage)
-            stack.callback(exchange.close)
+            between = self._between(stage)
+            stack.callback(between.close)
             graphs = self._graphs(stage)
-            if graphs is not None:
-                stack.callback(graphs.close)
-            executor = self._executor(stage, exchange, graphs, start, metrics)
+            stack.callback(graphs.close)
+            executor = self._executor(stage, between, graphs, start, metrics)
             phases = self.prepared.phases
             self.reporter.begin(phases, start, self.prepared.plan.limit, lambda: self.sampler.peak)
             stack.callback(self.reporter.end)
             self.sampler.label = lambda: str(executor.step)
             stack.callback(self._keep_label)
+            failure = None
             try:
                 yield from executor.running(checked(steps_of(phases[: stage.end], start), stage.resources.at_once))
             except AllocationFailed as failed:
@@ -281,40 +266,37 @@ class Run:
                     step=failed.step, text=str(failed), at=executor.position, keeps_heap=stage.heap > 0,
                     micro_batch=max(stage.micro_batch for stage in self.prepared.stages),
                 )  # fmt: skip
-                return failure, executor.position, executor.compute.committed
             except Diverged as error:
                 raise Diverged(f"{error.with_flags} {self.saving.fallback(phases[executor.step.phase].stage)}") from None
-            return None, executor.position, executor.compute.committed
+            return failure, executor.position, executor.compute.committed
 
     def _keep_label(self) -> None:
         """Replaces the sampler's label of the current step by its text, so that it holds no executor and its graphs."""
         label = self.sampler.label()
         self.sampler.label = lambda: label
 
-    def _exchange(self, stage: Stage) -> BoundaryExchange:
+    def _between(self, stage: Stage) -> BoundaryIO:
         rows = max((phase.own.batch for phase, _ in counted(self.prepared.phases) if phase.through is not None), default=1)
-        return open_exchange(
+        return open_boundaries(
             stage.resources.tiers, self.prepared.partition_costs, rows, stage.micro_batch, self.homes.boundary_room,
-            self.places.scratch.rows / "relay.part", self._device,
+            self.scratch.rows / "relay.part", self.device,
         )  # fmt: skip
 
-    def _graphs(self, stage: Stage) -> GraphOffload | None:
+    def _graphs(self, stage: Stage) -> GraphOffload:
         several = [phase for phase, _ in counted(self.prepared.phases) if phase.through is not None]
         micro_batches = max((phase.own.micro_batches_per_update for phase in several), default=1)
         rooms = self.homes.graph_rooms(self.prepared.graph_rooms)
         return open_graphs(
-            self.prepared.partition_costs, stage.offloads, micro_batches, rooms, self.places.scratch.rows / "graphs.part",
-            self._device,
+            self.prepared.partition_costs, stage.offloads, micro_batches, rooms, self.scratch.rows / "graphs.part",
+            self.device,
         )  # fmt: skip
 
-    def _executor(
-        self, stage: Stage, exchange: BoundaryExchange, graphs: GraphOffload | None, start: Position, metrics: Metrics | None
-    ) -> Executor:
-        prepared, settings, granted = self.prepared, self._settings, stage.resources
+    def _executor(self, stage: Stage, between: BoundaryIO, graphs: GraphOffload, start: Position, metrics: Metrics) -> Executor:
+        prepared, settings, granted = self.prepared, self.settings, stage.resources
         partitions = self._partitions = [
             Partition(
                 p, prepared.chain[part.first : part.last], prepared.costs[part.first : part.last], self.homes.store,
-                self._device, optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=granted.borrows,
+                self.device, optimizer=optimizer, seed=settings.seed, autocast=settings.autocast, borrows=granted.borrows,
                 weights_stay=p in granted.weights_stay,
                 host_steps=self.homes.host_steps if p in granted.host_steps else None,
             )
@@ -324,47 +306,47 @@ class Run:
             owners = {tie.owner for _, tie in partition.tied}
             partition.lenders = [other for other in partitions if owners.intersection(other.blocks)]
         exchanges = Exchanges(
-            boundaries=self.homes.boundaries, reader_thread=self.reader_thread, between=exchange, graphs=graphs,
+            boundaries=self.homes.boundaries, reader_thread=self.reader_thread, between=between, graphs=graphs,
             falsify=self._falsify,
         )  # fmt: skip
         hooks = Hooks(
-            listen=self._listen, sinks=self.heard, guard=self._guard, at_rest=self._at_rest,
-            before_update=self._observer.before_update, failed=self._failed,
+            listen=self._listen, sinks=self.heard, at_rest=self._at_rest, before_update=self._observer.before_update,
+            failed=self._failed,
         )  # fmt: skip
         compute = Compute(
-            prepared, partitions, exchanges, self._device, hooks, seed=settings.seed, start=start, metrics=metrics,
+            prepared, partitions, exchanges, self.device, hooks, seed=settings.seed, start=start, metrics=metrics,
             ranks=self.ranks,
         )  # fmt: skip
         gradients = any(phase.defers_updates and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
         own = {p: partitions[p].needs(to_update=True, gradients=False) for p in granted.stays}
         shared = sorted(one.needs(to_update=True, gradients=gradients) for p, one in enumerate(partitions) if p not in own)
-        parting = self._parting(stage)
         return Executor(
-            compute, Slots(shared[-granted.slots:], self._device, own), self.homes.store,
+            compute, Slots(shared[-granted.slots:], self.device, own), self.homes.store,
             clip_grad_norm=settings.clip_grad_norm, rate=self.rate_of(stage), ranks=self.ranks,
-            parting=parting, gather=self.homes.gather if parting is None else parting.gather,
+            rewrites=self._rewrites(stage),
         )  # fmt: skip
 
     def rate_of(self, stage: Stage) -> Callable[[Phase, int], float | Groups]:
         """Returns the function of (phase, its finished updates) that gives the learning rate of all partitions it trains."""
-        schedule = self._settings.lr_schedule
+        schedule = self.settings.lr_schedule
         if isinstance(schedule, str):
-            factor = rate_schedule(schedule, self._settings.warmup_updates)
+            factor = rate_schedule(schedule, self.settings.warmup_updates)
             return lambda phase, done: factor(*phase.share_of(done))
-        whole, values = self._planner.whole_optimizer, lambda: self.watch.evaluations.values
+        whole, values = self.planner.whole_optimizer, lambda: self.watch.evaluations.values
         scheduler = cache(lambda optimizer: Scheduler(schedule, whole(optimizer), values))
         return lambda phase, done: scheduler(stage.optimizers[phase.partition]).at(phase.share_of(done)[0])
 
-    def _parting(self, stage: Stage) -> Parting | None:
+    def _rewrites(self, stage: Stage) -> Mapping[Verb, Callable[[int, int], int | None]]:
         prepared = self.prepared
         if not isinstance(prepared.chain, JointChain):
-            return None
-        return Parting(
+            return {Verb.GATHER: self.homes.gather}
+        parting = Parting(
             prepared.chain, [cost.layout for cost in prepared.costs],
             state_layouts(prepared.chain, prepared.costs, stage.optimizers[-1]),
             [(part.first, part.last) for part in prepared.plan.partitions], self.homes.store,
-            keeps_moments=self._settings.subnet_moments != "zero", ranks=self.ranks, give=self.homes.give,
+            keeps_moments=self.settings.subnet_moments != "zero", ranks=self.ranks, give=self.homes.give,
         )  # fmt: skip
+        return {Verb.SPLIT: parting.split, Verb.GATHER: parting.gather, Verb.MERGE: parting.merge}
 
     def _go_on_after(self, failure: Failure, metrics: Metrics) -> None:
         self.sampler.known = max(self.sampler.known, self.prepared.plan.peak)  # the plan that is about to be replaced
@@ -375,17 +357,17 @@ class Run:
         # Kernels for another number of rows, such as the last batch's, may keep memory of their own.
         grown = self.sampler.usage.read() - self._held
         request = replace(request, spare=request.spare + grown) if grown > RUNTIME_VARIES else request
-        if self._grant() and (planned := replanning.planned_or_none(self._planner, self.prepared, request)) is not None:
+        if self._grant() and (planned := replanning.planned_or_none(self.planner, self.prepared, request)) is not None:
             self._go_on(failure, planned, " again, as memory was reserved for generated code")
         elif failure.keeps_heap:  # the heap had more gaps than the plan had room for
             self._grant(at_rest=True)  # what remains of the heap is charged to the limit, and not used
-            planned = replanning.planned_anew(self._planner, self.prepared, replace(request, may_keep_heap=False))
+            planned = replanning.planned_anew(self.planner, self.prepared, replace(request, may_keep_heap=False))
             self._go_on(failure, planned, "; from now on freed memory leaves the process at once")
-        elif (smaller := replanning.planned_smaller(self._planner, self.prepared, request)) is not None:
+        elif (smaller := replanning.planned_smaller(self.planner, self.prepared, request)) is not None:
             spare = format_size(smaller.request.spare)
             self._go_on(failure, smaller, f" with the same micro-batch and a plan that leaves {spare} more of the limit")
         else:
-            halved = replanning.planned_halved(self._planner, self.prepared, failure)
+            halved = replanning.planned_halved(self.planner, self.prepared, failure)
             self._go_on(failure, halved, f" with micro-batch {halved.request.micro_batch} instead of {failure.micro_batch}")
 
     def _go_back(self, at: Position) -> None:
@@ -397,8 +379,8 @@ class Run:
         """Saves after an error ended a step, when every home is as the executor's position says."""
         self.failed_at = executor.position
         self._go_back(self.failed_at)
-        if self._settings.saves and not self._divides_state:
-            self.reporter.add_note(error, self.saving.after_error(executor, self._partitions))
+        if self.settings.saves and not self._divides_state:
+            self.reporter.add_note(error, self.saving.after_error(executor))
 
     @property
     def is_trained(self) -> bool:
@@ -425,14 +407,16 @@ class Run:
                 return
         step = event.step if isinstance(event, StepDone) and event.step.verb is Verb.GATHER else None
         if step is not None and step.partition == self.prepared.phases[step.phase].partition:
-            told, self._turns = self.ranks.gather(self._turns), []
-            all_of_them = [(p, rank, done) for rank, own in enumerate(told) for p, done in own]
+            all_turns, self._turns = self.ranks.gather(self._turns), []
+            all_of_them = [(p, rank, done) for rank, own in enumerate(all_turns) for p, done in own]
             for _, rank, done in sorted(all_of_them, key=lambda one: one[0]):
                 loss = done.loss if isinstance(done, PhaseDone) else done
                 self.losses += [] if loss is None else [loss]
                 if isinstance(done, PhaseDone) and (done.phase.is_turn or rank != self.ranks.number):
                     self._hear(done)
         self._hear(event)
+        if isinstance(event, StepDone):
+            self._guard()
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, PhaseDone) and event.loss is not None:
@@ -447,7 +431,7 @@ class Run:
     def _guard(self) -> None:
         """Runs between two steps: raises LimitExceeded if the sampler has seen more than the limit, makes room for generated
         code, and handles a signal if the run saves no checkpoints."""
-        if not self._settings.saves:
+        if not self.settings.saves:
             self.interrupts.check()  # which several ranks do where they agree
         if time.monotonic() > self._granted_at + _GRANT_SECONDS:
             self._granted_at = time.monotonic()
@@ -463,7 +447,7 @@ class Run:
 
     def _at_rest(self, executor: Executor) -> bool:
         phases = self.prepared.phases
-        if self._planner.late:
+        if self.planner.late:
             self.pauses.unfreeze(updates_before(phases, executor.position)[0])
         try:
             self.watch.at_rest(executor, phases, self.heard)
@@ -474,18 +458,18 @@ class Run:
         except Exception as error:
             if self.ranks.leads and not self._divides_state:
                 self._remember_best(executor)  # the checkpoint's evaluations name it
-                self.reporter.add_note(error, self.saving.after_error(executor, self._partitions))
+                self.reporter.add_note(error, self.saving.after_error(executor))
             raise
         self._remember_best(executor)
         self.watch.end_here(executor.step.phase, phases)
         if self._divides_state and (due or self.interrupts.waiting):
-            self.saving.flush(executor, self._partitions)
+            self.saving.flush(executor)
             self.homes.collect(states=True)
         if self.homes.store.divides and trained and self._is_trained_at(executor.position):
-            self.saving.flush(executor, self._partitions)
+            self.saving.flush(executor)
             self.homes.collect(everywhere=True)  # what fails in the last test loses no weights
         with self._saved_first():
-            self.saving.at_rest(executor, self._partitions, due=due and self.ranks.leads)
+            self.saving.at_rest(executor, due=due and self.ranks.leads)
         self._stopped = not self._observer.at_rest(executor)
         goes_on = self.watch.end_after(phases, executor.position) is None
         # Newly trainable parameters need a new executor, and an export all memory.
@@ -495,8 +479,8 @@ class Run:
         """Makes a signal, a callback's stop, or an export, of which one of several ranks knows, hold for all. Returns True if a
         checkpoint is `due` in the first."""
         if self.ranks.count > 1:
-            said = self.interrupts.has_come, bool(self.watch.ending.asked), due, self.exports.due
-            came, ends, due, self.exports.due = self.ranks.any_of(*said)
+            own = self.interrupts.has_come, bool(self.watch.ending.asked), due, self.exports.due
+            came, ends, due, self.exports.due = self.ranks.any_of(*own)
             self.interrupts.agree(came=came)
             for why in self.ranks.gather(self.watch.ending.asked) if ends else ():
                 self.watch.ending.ask(why)
@@ -523,11 +507,11 @@ class Run:
             yield
         finally:
             if ends and self.ranks.leads:
-                self.ranks.gather(self.places.directory.root if self._settings.saves else None)
+                self.ranks.gather(self.directory.root if self.settings.saves else None)
 
     def _remember_best(self, executor: Executor) -> None:
         if self.watch.has_new_best:
-            self.saving.flush(executor, self._partitions)
+            self.saving.flush(executor)
             self.homes.collect()
             if self.ranks.leads:
                 self.homes.remember()
@@ -536,7 +520,7 @@ class Run:
     @cached_property
     def _identity(self) -> dict[str, Any]:
         """Identifies the data and the model: digests of the data and its rows, and the layers."""
-        data, layers = (self._planner.train, self._planner.test), layers_of(self._planner.chain.whole)
+        data, layers = (self.planner.train, self.planner.test), layers_of(self.planner.chain.whole)
         if self._observer.counts_updates:
             return {"data": "", "rows": {}, "layers": layers, "session": True}
         return {"data": data_digest(*data), "rows": row_digests(*data), "layers": layers, "session": False}
@@ -545,15 +529,22 @@ class Run:
         """Returns a checkpoint's state other than tensors."""
         if self.pauses.unplanned:
             self._identity["layers"] = []  # the next plan's layers differ: others of them are frozen
-        return state_of(
-            self._planner, self.prepared, position, metrics, losses=self.losses, test=self.test, job=self._job,
-            loop=self.pauses.noted_in(self.watch.state()), **self._identity,
+        planner, prepared = self.planner, self.prepared
+        state = State(
+            settings=planner.settings.texts(), plan=prepared.plan.to_json(), position=(position.phase, position.updates),
+            place=astuple(Place.of(prepared.phases, position)),
+            epochs=planner.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
+            micro_batches=[stage.micro_batch for stage in prepared.stages], tally=metrics.tally(), losses=self.losses,
+            test=self.test, functions=planner.functions, tuned=planner.tuned, label_bytes=prepared.request.label_bytes,
+            job=self._job, loop=self.pauses.noted_in(self.watch.state()), gathers=gathers(prepared.phases),
+            threads=torch.get_num_threads(), **self._identity,
         )  # fmt: skip
+        return msgspec.to_builtins(state)  # type: ignore[no-any-return]
 
     def take_best(self) -> None:
         """Restores the weights of the best evaluation, if they were kept and it was not the last one."""
         best, last = self.watch.evaluations.best, self.watch.evaluations.all[-1:]
-        if not self._settings.keep_best or best is None or best.phase in [one.phase for one in last]:
+        if not self.settings.keep_best or best is None or best.phase in [one.phase for one in last]:
             return
         if self.ranks.leads:
             self.homes.recall()
@@ -570,6 +561,6 @@ class Run:
         self._guard()
         return Proof(
             limit=plan.limit, peak=sampler.peak, source=sampler.usage.source, predicted=max(plan.peak, sampler.known),
-            runtime=plan.runtime, allocator_peak=self._device.allocator_peak(), host=plan.host_limit,
+            runtime=plan.runtime, allocator_peak=self.device.allocator_peak(), host=plan.host_limit,
             file_growth=sampler.file_growth, samples=sampler.samples, violations=sampler.violations,
         )  # fmt: skip

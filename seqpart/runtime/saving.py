@@ -18,7 +18,6 @@ from seqpart.interrupts import Interrupts
 from seqpart.model.metrics import Metrics
 from seqpart.report.reporter import Reporter
 from seqpart.runtime.executor import Executor
-from seqpart.runtime.partition import Partition
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.steps import Position
 from seqpart.store.scratch import CHECKPOINT, PREVIOUS
@@ -60,7 +59,7 @@ class Saving:
             or _begins_training(phases, at)
         )
 
-    def at_rest(self, executor: Executor, partitions: Sequence[Partition], *, due: bool) -> None:
+    def at_rest(self, executor: Executor, *, due: bool) -> None:
         """Saves a checkpoint if it is due, and obeys a signal. Called where the whole run stands at a position.
 
         Raises Diverged before it saves anything that is not finite, and Interrupted.
@@ -71,21 +70,21 @@ class Saving:
             self._saved_at = time.monotonic()
         if due or self._interrupts.waiting:
             executor.refuse_divergence(weights=True)
-            self.flush(executor, partitions)
+            self.flush(executor)
             self.obey(executor.position, executor.compute.committed, due=due)
 
-    def flush(self, executor: Executor, partitions: Sequence[Partition]) -> None:
+    def flush(self, executor: Executor) -> None:
         """Saves everything that changed to the homes, and waits for it."""
         executor.flush()
-        for partition in partitions:  # also one that is being loaded, whose last save may still run
+        for partition in executor.compute.partitions:  # also one that is being loaded, whose last save may still run
             partition.transfer.wait()
 
-    def after_error(self, executor: Executor, partitions: Sequence[Partition]) -> str:
+    def after_error(self, executor: Executor) -> str:
         """Saves before an error of the user's own code ends the run. Returns a sentence on how to go on."""
         if not self._saves:
             return "Nothing was saved (--save-every never)."
         executor.refuse_divergence(weights=True)
-        self.flush(executor, partitions)
+        self.flush(executor)
         self.save(executor.position, executor.compute.committed)
         self.error_noted = True
         there = "as it stood there"

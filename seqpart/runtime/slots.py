@@ -18,6 +18,7 @@ from torch import nn
 from seqpart.device.device import Device
 from seqpart.errors import ModelError
 from seqpart.store.layout import Layout
+from seqpart.store.store import at_once
 
 Wait = Callable[[], object]
 
@@ -61,10 +62,6 @@ def bring_back(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
             moved.append((views[name], tensor.detach().clone()))
     for view, value in moved:
         view.copy_(value)
-
-
-def at_once() -> None:
-    """Returns at once: there is nothing to wait for."""
 
 
 class Slots:

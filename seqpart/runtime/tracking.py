@@ -121,13 +121,13 @@ class Tracking:
             self._since = replace(since, metrics=replace(metrics), time=now)
         if not at.updates or since.metrics is None or now - since.time < _SECONDS:
             return True
-        phase, told = self._phases[at.phase], since.metrics
-        weight = metrics.weight - told.weight
-        values = {"loss": (float(metrics.loss) - float(told.loss)) / (weight or 1)}
-        judged = float(metrics.judged) - float(told.judged)
+        phase, before = self._phases[at.phase], since.metrics
+        weight = metrics.weight - before.weight
+        values = {"loss": (float(metrics.loss) - float(before.loss)) / (weight or 1)}
+        judged = float(metrics.judged) - float(before.judged)
         if judged:
-            values["accuracy"] = (float(metrics.correct) - float(told.correct)) / judged
-        values["rows_per_second"] = (metrics.rows - told.rows) / (now - since.time)
+            values["accuracy"] = (float(metrics.correct) - float(before.correct)) / judged
+        values["rows_per_second"] = (metrics.rows - before.rows) / (now - since.time)
         self._log(self._before + at.updates, self._named(phase, values), replace(metrics))
         return True
 

@@ -205,8 +205,15 @@ class TrainingSession:
                     with self._device.own_random_state():
                         yield
                 except BaseException as error:
-                    self._ended = not (isinstance(error, Exception) and self._is_whole())
-                    done, self.updates = self.updates, self._left_of(self.updates)
+                    untouched, self._untouched = self._untouched, False
+                    at, self._session.failed_at = self._session.failed_at, None
+                    self._ended = not isinstance(error, Exception) or not (untouched or at is not None)
+                    done = self.updates
+                    # Fewer updates are left if some partitions had made their step already, and others, or weights, stay
+                    # on the device.
+                    if at is not None:
+                        self.updates = at.phase if self._steps is not None else done
+                        self._steps, self._rows.fed = None, self.updates
                     if self.updates < done:
                         raise ModelError(
                             f"an error in the middle of update {done + 1}, of which some partitions had made their step "
@@ -223,21 +230,6 @@ class TrainingSession:
         self._untouched = True
         yield
         self._untouched = False
-
-    def _is_whole(self) -> bool:
-        """True if the weights after an error are those of a finished update."""
-        untouched, self._untouched = self._untouched, False
-        return untouched or self._session.failed_at is not None
-
-    def _left_of(self, updates: int) -> int:
-        """Returns the updates that are left after an error: fewer, if some partitions had made their optimizer step already
-        and other partitions, or weights, stay on the device."""
-        at, self._session.failed_at = self._session.failed_at, None
-        if at is None:
-            return updates
-        left = at.phase if self._steps is not None else updates
-        self._steps, self._rows.fed = None, left
-        return left
 
     def step(self, *given: object) -> float:
         """Makes one update with the rows of a batch, (x, y) or a dict with `labels`, no more than the example had: step(batch),
@@ -259,7 +251,10 @@ class TrainingSession:
                 self._rows.feed(split)
             self._turns.take(name)
             if self._steps is None or split.count != self._batch_rows or self._session.pauses.changed:
-                self._begin_batches_of(split.count)
+                self._bring_home()
+                self._batch_rows = split.count
+                self._session.prepared = self._with_updates()
+                self._steps = self._session.stages(Position(self.updates))
             assert self._steps is not None
             next(self._steps)
             self.updates += 1
@@ -283,12 +278,6 @@ class TrainingSession:
                 "Give them as in the example, or open the session with an example of these."
                 + (f" {PADS}" if kinds[0][0] != kinds[1][0] else "")
             )
-
-    def _begin_batches_of(self, rows: int) -> None:
-        self._bring_home()
-        self._batch_rows = rows
-        self._session.prepared = self._with_updates()
-        self._steps = self._session.stages(Position(self.updates))
 
     def _bring_home(self) -> None:
         """Saves everything to the homes; nothing stays on the device."""
@@ -354,7 +343,7 @@ class TrainingSession:
             self._bring_home()
             self._session.prepared = self._planned
             self._session.saving.save(Position(self.updates), Metrics())
-        return self._session.places.directory.root
+        return self._session.directory.root
 
     def export(self, weights: str | Path) -> Path:
         """Writes the current model as a safetensors file with its own parameter names. Returns its path."""

@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +51,17 @@ class WeightStore:
     """
 
     def __init__(
-        self, planner: Planner, prepared: ExecutionPlan, scratch: RunDirectory, reporter: Reporter, told: Doing,
+        self, planner: Planner, prepared: ExecutionPlan, scratch: RunDirectory, reporter: Reporter, explaining: Doing,
         stack: ExitStack,
     ) -> None:  # fmt: skip
-        self._planner, self._prepared, self._reporter, self._told = planner, prepared, reporter, told
+        self._planner, self._prepared, self._reporter, self._explaining = planner, prepared, reporter, explaining
         device, nbytes, room = planner.device, prepared.host_pool_bytes, prepared.exchange_bytes
-        self._pool = pool = HostPool(nbytes, device, first=room) if nbytes else None
-        self.boundary_room = pool.take(room) if pool is not None and room else None
+        self._pool = pool = HostPool(nbytes, device, first=room)
+        self.boundary_room = pool.take(room) if room else None
         self._graphs: dict[int, list[torch.Tensor]] = {}
         self.graph_rooms(prepared.graph_rooms)
         through = prepared.places.gradient_room
-        rooms = [pool.take(through) for _ in range(GRADIENT_ROOMS if through else 0)] if pool is not None else []
+        rooms = [pool.take(through) for _ in range(GRADIENT_ROOMS if through else 0)]
         self.host_steps = HostSteps(device, [room for room in rooms if room is not None]) if prepared.places.steps else None
         if self.host_steps is not None:
             stack.callback(self.host_steps.close)
@@ -91,7 +90,7 @@ class WeightStore:
         for p in list(self._graphs):
             self._give(self._graphs.pop(p))
         for p, own in sizes.items():
-            rooms = [self._pool.take(nbytes) for nbytes in own] if self._pool is not None else [None]
+            rooms = [self._pool.take(nbytes) for nbytes in own]
             found = [room for room in rooms if room is not None]
             if len(found) == len(own):
                 self._graphs[p] = found
@@ -101,7 +100,6 @@ class WeightStore:
 
     def _give(self, rooms: Sequence[torch.Tensor]) -> None:
         for room in rooms:
-            assert self._pool is not None
             self._pool.give(room)
 
     def fill(self, resumed: ResumePoint | None, *, rows: bool = True) -> None:
@@ -111,11 +109,11 @@ class WeightStore:
             if (passing := self._planner.reading.rows(name, self._planner.device)) is not None:
                 self.boundaries.passing[name] = passing
         manifest = resumed.manifest if resumed is not None else None
-        with self._told("the blocks were built"):
+        with self._explaining("the blocks were built"):
             self._build(keep=manifest is not None)
         if resumed is not None and manifest is not None:
             homes = resumed.homes(self._prepared)
-            with self._told("the checkpoint was read"):
+            with self._explaining("the checkpoint was read"):
                 manifests.restore(manifest, self.store, self.boundaries, self._rewrite_rows)
                 # Newly trainable parameters have no optimizer state yet.
                 self.store.lay_anew(homes.layouts, growing={block.state_home for block in self._prepared.chain})
@@ -128,7 +126,7 @@ class WeightStore:
             return
         if self._planner.initial_weights is not None:
             self._reporter.say(self._planner.initial_weights.summary)
-        with self._told("the data were read"):
+        with self._explaining("the data were read"):
             for name in ("train", "test") if rows else ():
                 self._write_rows(name)
 
@@ -254,7 +252,7 @@ class WeightStore:
 
     def export(self, weights: Path, *, averages: bool = False) -> None:
         """Writes the weights to a file. averages: weights that have a moving average are written as that."""
-        with self._told("the weights were written"):
+        with self._explaining("the weights were written"):
             whole = self._prepared.chain.whole
             export_weights(weights, whole, self._prepared.costs[: len(whole)], self.store, averages=averages)
 
@@ -289,19 +287,12 @@ UNBEGUN = "unbegun"
 """The state of a run whose rows and weights have not all been written yet."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
-    """Directories of a run: `scratch` has the homes and rows, and may be `directory` itself."""
-
-    directory: RunDirectory
-    scratch: RunDirectory
-
-
 def open_places(
     plan: Plan, settings: Settings, reporter: Reporter, stack: ExitStack,
     *, resumed: ResumePoint | None, job: dict[str, Any] | None, state: Callable[[], str],
-) -> Places:  # fmt: skip
-    """Opens a run's directories, writes the plan and `job`, and begins the log. `stack` closes them with the final `state`."""
+) -> tuple[RunDirectory, RunDirectory]:  # fmt: skip
+    """Opens a run's directory and that of its homes and rows, which may be the same; writes the plan and `job`, and begins the
+    log. `stack` closes them with the final `state`."""
     manifest = resumed.manifest if resumed is not None else None
     name = new_name(plan.method)
     root = resumed.root if resumed is not None else settings.output_dir or Path("runs") / name
@@ -327,7 +318,7 @@ def open_places(
     if job is not None:
         write_text(directory.result(JOB), with_checksum("job", job))
     reporter.say(f"run directory {shown(directory.root)}")
-    return Places(directory=directory, scratch=scratch)
+    return directory, scratch
 
 
 def refuse_taken_places(output_dir: Path | None, resume: str | Path | None, *, overwrite: bool) -> None:

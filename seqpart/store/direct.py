@@ -11,7 +11,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -34,8 +35,16 @@ class DirectFile:
         keep: write over the old file, unless it has another name too: its blocks on the disk are reused. patch: write to the
         existing file. mode: permissions of a new file, before the user's umask.
         """
+
+        def descriptor(flags: int) -> int:
+            if keep:
+                return made_over(path, flags=flags)
+            if write:
+                return made(path, mode, flags=flags)
+            return opened(path, (os.O_RDWR if patch else os.O_RDONLY) | flags)
+
         self.path = path
-        self._take(lambda flags: _descriptor(path, write=write, keep=keep, patch=patch, mode=mode, flags=flags))
+        self._open(descriptor)
 
     @classmethod
     def unnamed(cls, folder: Path, *, hidden: bool = False) -> Self:
@@ -46,26 +55,19 @@ class DirectFile:
         """
         file = cls.__new__(cls)
         file.path = folder
-        file._take(lambda flags: _nameless(folder, flags, hidden=hidden))
+        file._open(lambda flags: _nameless(folder, flags, hidden=hidden))
         return file
 
-    def _take(self, descriptor: Callable[[int], int]) -> None:
+    def _open(self, descriptor: Callable[[int], int]) -> None:
         self.direct = hasattr(os, "O_DIRECT")
-        self._written = 0
-        try:
-            self._fd = self._open(descriptor)
-        except OSError as error:
-            raise explained(error, self.path) from None
-
-    def _open(self, descriptor: Callable[[int], int]) -> int:
-        if self.direct:
+        with explaining(self.path):
             try:
-                return descriptor(os.O_DIRECT)
+                self._fd = descriptor(os.O_DIRECT if self.direct else 0)
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno != errno.EINVAL or not self.direct:
                     raise
                 self.direct = False
-        return descriptor(0)
+                self._fd = descriptor(0)
 
     def __enter__(self) -> Self:
         return self
@@ -105,16 +107,13 @@ class DirectFile:
                 if self._gave_up_direct(error):
                     continue
                 raise explained(error, self.path) from None
-        self._written = max(self._written, offset + done)
 
     def finish(self, length: int, *, durable: bool = False) -> None:
         """Cuts the padded end off at `length`; with `durable` the data is on the disk when this returns."""
-        try:
+        with explaining(self.path):
             os.ftruncate(self._fd, length)
             if durable or not self.direct:
                 os.fsync(self._fd)
-        except OSError as error:
-            raise explained(error, self.path) from None
         self._forget(0, length)
 
     def _gave_up_direct(self, error: OSError) -> bool:
@@ -128,14 +127,6 @@ class DirectFile:
     def _forget(self, offset: int, length: int) -> None:
         if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
-
-
-def _descriptor(path: Path, *, write: bool, keep: bool, patch: bool, mode: int, flags: int) -> int:
-    if keep:
-        return made_over(path, flags=flags)
-    if write:
-        return made(path, mode, flags=flags)
-    return opened(path, (os.O_RDWR if patch else os.O_RDONLY) | flags)
 
 
 def _nameless(folder: Path, flags: int, *, hidden: bool) -> int:
@@ -168,23 +159,32 @@ def sync(path: Path) -> None:
 
 def explained(error: OSError, path: Path) -> StoreError:
     """Translates an OSError into words for the user."""
-    said = shown(path)
+    name = shown(path)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(
-            f"the disk is full: could not write {said}. "
+            f"the disk is full: could not write {name}. "
             "Free some space, or give another place with --offload-dir. Earlier files are untouched."
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR) or (
         error.errno == errno.ENOENT and path.is_dir()  # as /proc, which takes no files
     ):
-        return DirectoryUnusable(f"cannot use {said}: {error.strerror}. Give a directory that you may write to.")
+        return DirectoryUnusable(f"cannot use {name}: {error.strerror}. Give a directory that you may write to.")
     if error.errno == errno.ENOENT:
-        return CorruptFile(f"{said} is missing: it was here when the run began. Start again in a new --output-dir.", path)
+        return CorruptFile(f"{name} is missing: it was here when the run began. Start again in a new --output-dir.", path)
     if error.errno in (errno.ELOOP, errno.EISDIR, errno.ESPIPE, errno.ENXIO):
-        return CorruptFile(f"{said} is a link, a directory or a pipe, and no file that seqpart wrote. It was not used.", path)
+        return CorruptFile(f"{name} is a link, a directory or a pipe, and no file that seqpart wrote. It was not used.", path)
     if error.errno == errno.EFBIG:
-        return StoreError(f"a file at {said} would be larger than this process may write (ulimit -f). Raise that limit.")
-    return StoreError(f"reading or writing {said} failed: {error.strerror}.")
+        return StoreError(f"a file at {name} would be larger than this process may write (ulimit -f). Raise that limit.")
+    return StoreError(f"reading or writing {name} failed: {error.strerror}.")
+
+
+@contextmanager
+def explaining(path: Path, words: Callable[[OSError, Path], StoreError] = explained) -> Iterator[None]:
+    """A context in which an OSError is raised in `words` for the user; `path` is what could not be used."""
+    try:
+        yield
+    except OSError as error:
+        raise words(error, path) from None
 
 
 def probe_disk(folder: Path, nbytes: int = 64 << 20, *, hidden: bool = False) -> tuple[float, float]:

@@ -14,7 +14,6 @@ the device beyond the buffers, however slow the link is, and no thread blocks: s
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -29,20 +28,23 @@ Rooms = Mapping[int, Sequence[torch.Tensor]]
 """{partition: host memory of its graphs that wait at the same time}: of all micro-batches of an update, or of one."""
 
 
-class Ranges(Protocol):
+class Ranges:
     """Memory in which graphs are gathered and found again."""
 
     def begin(self, key: Key) -> torch.Tensor:
         """Returns flat bytes to gather the saved tensors of `key` in."""
+        raise NotImplementedError
 
     def gather(self, whole: torch.Tensor, place: torch.Tensor) -> None:
-        """Copies a storage to its place in these bytes."""
+        """Copies a storage to its place in these bytes, which the stream that computes owns."""
+        place.copy_(whole)
 
     def finish(self, key: Key, used: int) -> None:
         """Ends gathering; the first `used` bytes are kept."""
 
     def open(self, key: Key) -> torch.Tensor:
         """Returns the bytes of `key` on the device, valid until `release`."""
+        raise NotImplementedError
 
     def release(self, key: Key) -> None:
         """Frees the bytes of `key`, and begins to prefetch the graph that is needed next."""
@@ -50,7 +52,8 @@ class Ranges(Protocol):
     def fetch(self) -> None:
         """Begins to prefetch the graphs that BACKWARD needs first, while a later partition runs it."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Waits for all copies, so that the memory may go back to its owner."""
 
 
 def _coming(waiting: Collection[Key]) -> list[Key]:
@@ -58,7 +61,7 @@ def _coming(waiting: Collection[Key]) -> list[Key]:
     return sorted(waiting, key=lambda key: (-key[0], key[1]))[:GRAPH_BUFFERS]
 
 
-class DiskRanges:
+class DiskRanges(Ranges):
     """Ranges of a file, written during the next forward pass and read during the previous backward one, through two buffers."""
 
     def __init__(self, path: Path, capacities: Mapping[int, int], micro_batches: int, device: Device) -> None:
@@ -113,7 +116,7 @@ class DiskRanges:
         self._file.close()
 
 
-class SharedRanges:
+class SharedRanges(Ranges):
     """Ranges of host memory beside the limit, on a device that shares the processor's memory: nothing is copied."""
 
     def __init__(self, rooms: Rooms) -> None:
@@ -122,19 +125,8 @@ class SharedRanges:
     def begin(self, key: Key) -> torch.Tensor:
         return _room(self._rooms, key)
 
-    def gather(self, whole: torch.Tensor, place: torch.Tensor) -> None:
-        place.copy_(whole)
-
-    def finish(self, key: Key, used: int) -> None: ...
-
     def open(self, key: Key) -> torch.Tensor:
         return _room(self._rooms, key)
-
-    def release(self, key: Key) -> None: ...
-
-    def fetch(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _room(rooms: Rooms, key: Key) -> torch.Tensor:
@@ -155,7 +147,7 @@ class _Buffer:
     """Events after which it may be filled again."""
 
 
-class HostRanges:
+class HostRanges(Ranges):
     """Ranges of pinned host memory, to and from which the streams of copies move graphs. See the figure above."""
 
     def __init__(self, rooms: Rooms, device: Device) -> None:
@@ -174,9 +166,6 @@ class HostRanges:
             self._device.after(event)
         buffer.key, buffer.filled = key, None
         return buffer.flat[: _room(self._rooms, key).nbytes]
-
-    def gather(self, whole: torch.Tensor, place: torch.Tensor) -> None:
-        place.copy_(whole)  # on the stream that computes, which owns both
 
     def finish(self, key: Key, used: int) -> None:
         self._used[key] = used
@@ -221,12 +210,7 @@ class HostRanges:
         return next((buffer for buffer in self._buffers if buffer.key == key), None)
 
     def close(self) -> None:
-        """Waits for all copies, so that the memory may go back to its owner."""
         for buffer in self._buffers:
             for event in buffer.until:
                 self._device.wait(event)
         self._buffers = []
-
-
-def host_ranges(rooms: Rooms, device: Device) -> SharedRanges | HostRanges:
-    return SharedRanges(rooms) if device.shares_memory else HostRanges(rooms, device)

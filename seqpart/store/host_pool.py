@@ -8,10 +8,10 @@ never gives it back.
 import mmap
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
+from seqpart.device.device import Device
 from seqpart.device.pages import PAGE, aligned, round_up
 
 _LARGEST_PIECE = 32 << 30  # the state of a large embedding is one buffer
@@ -95,19 +95,13 @@ def _fitting(pieces: Sequence[Extents], groups: Sequence[Sequence[int]]) -> froz
     return frozenset(fit)
 
 
-class _HostDevice(Protocol):
-    shares_memory: bool
-
-    def host(self, nbytes: int) -> torch.Tensor: ...
-
-
 class HostPool:
     """A pool that hands out flat uint8 buffers within `budget` bytes (`take`, `give`); `take` returns None if none fits.
 
     first: bytes of a separate piece, within the budget, which is handed out first.
     """
 
-    def __init__(self, budget: int, device: _HostDevice, *, first: int = 0) -> None:
+    def __init__(self, budget: int, device: Device, *, first: int = 0) -> None:
         pinned = not device.shares_memory
         sizes = [first] * bool(first) + piece_sizes(budget - first, powers_of_two=pinned)
         self._pieces = [device.host(size) if pinned else _shared(size) for size in sizes]

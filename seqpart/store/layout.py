@@ -60,6 +60,11 @@ class TensorSpec:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor that lies in `flat`, the bytes of a home."""
+        own = flat[self.offset : self.offset + self.nbytes].view(self.dtype)
+        return own.view(self.shape) if self.stride is None else own.as_strided(self.shape, self.stride)
+
     def empty(self) -> torch.Tensor:
         """Returns a new tensor of this kind on the CPU, with any values."""
         if self.stride is None:
@@ -105,11 +110,7 @@ class Layout:
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each tensor as a view of `flat`, (>= nbytes,) uint8. The views keep `flat`'s memory alive."""
-        return {spec.name: _view(spec, flat[spec.offset : spec.offset + spec.nbytes].view(spec.dtype)) for spec in self.specs}
-
-
-def _view(spec: TensorSpec, flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(spec.shape) if spec.stride is None else flat.as_strided(spec.shape, spec.stride)
+        return {spec.name: spec.view(flat) for spec in self.specs}
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:

@@ -200,24 +200,27 @@ class Rows:
 
     @property
     def _size(self) -> int:
-        return _size_of(self.layout, self.count)
+        """Bytes of the file."""
+        return len(self._header) + self.count * self.layout.stride
 
     def read_chunk(self, chunk: int, into: torch.Tensor) -> None:
         """Copies chunk number `chunk` to the start of `into`, a page-aligned uint8 buffer of chunk_bytes."""
         nbytes, start = self.rows_in(chunk) * self.layout.stride, chunk * self.layout.chunk_bytes
-        if self._host is not None:
+        if self._host is None:
+            self._read(chunk, into)
+            self.bytes_read += nbytes
+        else:
             # Not tensor.copy_: in this thread it would start an OpenMP team of its own, with stacks that nobody planned.
             bytes_of(into)[:nbytes] = bytes_of(self._host)[start : start + nbytes]
-        elif self._file is not None:
-            self._read(self._file, chunk, into)
-            self.bytes_read += nbytes
-        self._compare(chunk, into)
+            self._compare(chunk, into)
 
-    def _read(self, file: DirectFile, chunk: int, into: torch.Tensor) -> None:
+    def _read(self, chunk: int, into: torch.Tensor) -> None:
+        assert self._file is not None, f"{self.path.name} is closed"
         nbytes = self.rows_in(chunk) * self.layout.stride
         offset = len(self._header) + chunk * self.layout.chunk_bytes
-        if file.read_into(bytes_of(into[: round_up(nbytes)]), offset) < nbytes:
+        if self._file.read_into(bytes_of(into[: round_up(nbytes)]), offset) < nbytes:
             raise CorruptFile(f"{self.path} is shorter than it was written. It was not used.", self.path)
+        self._compare(chunk, into)
 
     def _compare(self, chunk: int, memory: torch.Tensor) -> None:
         nbytes = self.rows_in(chunk) * self.layout.stride
@@ -245,10 +248,7 @@ class Rows:
     def _write_out(self, host: torch.Tensor) -> None:
         try:
             with self._created() as file:
-                for chunk in range(self.chunks):
-                    start = chunk * self.layout.chunk_bytes
-                    nbytes = round_up(self.rows_in(chunk) * self.layout.stride)
-                    file.write_from(bytes_of(host)[start : start + nbytes], len(self._header) + start)
+                file.write_from(bytes_of(host)[: self.layout.home_bytes(self.count)], len(self._header))
                 file.finish(self._size, durable=True)
         except BaseException:
             remove(self.path)
@@ -263,7 +263,11 @@ class Rows:
         """
         sums, path = folder / described["sums"], folder / described["file"]
         layout = RowLayout(tuple(described["shape"]), getattr(torch, described["dtype"]))
-        _refuse_other_size(path, _size_of(layout, described["count"]))
+        if not path.is_file():
+            raise CorruptFile(f"{path} is missing.", path)
+        size, saved = path.stat().st_size, len(_header_of(layout, described["count"])) + described["count"] * layout.stride
+        if size != saved:  # before memory is taken for it
+            raise CorruptFile(f"{path} has {size} bytes and was saved with {saved}. It was not used.", path)
         text = _bytes_of_file(sums)
         if xxhash.xxh3_64_hexdigest(text) != described["digest"]:
             raise CorruptFile(f"{sums} is {'damaged' if text else 'missing or empty'}. Its rows were not used.", sums)
@@ -287,9 +291,7 @@ class Rows:
             )
         if self._host is not None:
             for chunk in range(self.chunks):
-                start = chunk * self.layout.chunk_bytes
-                self._read(self._file, chunk, self._host[start:])
-                self._compare(chunk, self._host[start:])
+                self._read(chunk, self._host[chunk * self.layout.chunk_bytes :])
             self._file.__exit__()
             self._file = None
 
@@ -298,8 +300,7 @@ class Rows:
         if self._file is not None:
             buffer = aligned(self.layout.chunk_bytes)
             for chunk in range(self.chunks):
-                self._read(self._file, chunk, buffer)
-                self._compare(chunk, buffer)
+                self._read(chunk, buffer)
 
     def close(self) -> None:
         """Releases memory and file handle; the files stay."""
@@ -325,19 +326,6 @@ def _bytes_of_file(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise explained(error, path) from None
-
-
-def _size_of(layout: RowLayout, count: int) -> int:
-    """Bytes of the file."""
-    return len(_header_of(layout, count)) + count * layout.stride
-
-
-def _refuse_other_size(path: Path, nbytes: int) -> None:
-    """Raises CorruptFile for a file of another size, before memory is taken for it."""
-    if not path.is_file():
-        raise CorruptFile(f"{path} is missing.", path)
-    if (size := path.stat().st_size) != nbytes:
-        raise CorruptFile(f"{path} has {size} bytes and was saved with {nbytes}. It was not used.", path)
 
 
 def _header_of(layout: RowLayout, count: int) -> bytes:

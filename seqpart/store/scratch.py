@@ -15,7 +15,7 @@ from pathlib import Path
 
 from seqpart.files import HALF_WRITTEN, Folder, folder_inside
 from seqpart.store.atomic import checked_body
-from seqpart.store.direct import explained
+from seqpart.store.direct import explaining
 
 PLAN = "plan.json"
 JOB = "job.json"
@@ -49,11 +49,9 @@ def own_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
     Its path is absolute, and without links: code inside may change the working directory.
     """
-    try:
+    with explaining(parent):
         parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent.resolve()))
-    except OSError as error:
-        raise explained(error, parent) from None
     try:
         yield folder
     finally:

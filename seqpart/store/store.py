@@ -27,12 +27,12 @@ from seqpart.device.device import DOWN, UP, Device, Event
 from seqpart.device.pages import PAGE, aligned, bytes_of
 from seqpart.errors import CorruptFile
 from seqpart.files import remove
-from seqpart.store.direct import explained, sync
+from seqpart.store.direct import explaining, sync
 from seqpart.store.host_pool import HostPool
 from seqpart.store.layout import Layout
 from seqpart.store.movers import Watched, movers, unwatched
 from seqpart.store.scratch import HOME_FILES
-from seqpart.store.streams import FromFile, FromHost, Gathering, Sink, Source, ToHost, WithGaps, WithoutGaps
+from seqpart.store.streams import Gathering, Sink, Source, in_order
 from seqpart.store.tensor_file import TensorFiles, Version
 
 
@@ -135,16 +135,18 @@ class RetainedFiles:
         if name in self._names:
             self._unwanted.add(name)
         else:
-            try:
+            with explaining(self._folder / name):
                 remove(self._folder / name)
-            except OSError as error:
-                raise explained(error, self._folder / name) from None
 
     def sweep(self, ours: re.Pattern[str], used: Iterable[str]) -> None:
         """Removes files that a killed run left, except those in `used`; `ours` matches the names that runs give."""
         found = {path.name for path in self._folder.iterdir() if ours.fullmatch(path.name)}
         for name in found.difference(used):
             self.remove(name)
+
+
+def at_once() -> None:
+    """Returns at once: there is nothing to wait for."""
 
 
 IO_THREADS = 2
@@ -220,10 +222,6 @@ class Store:
             home.host.zero_()
         self._will_change(home, self._epoch)
         return home.host
-
-    def checksum(self, name: str) -> int:
-        now = self._homes[name].now
-        return now.checksum if now is not None else 0
 
     def put(self, name: str, layout: Layout, flat: torch.Tensor) -> None:
         """Copies `layout.nbytes` bytes of `flat` home. The old version stays until the new one is whole."""
@@ -301,7 +299,7 @@ class Store:
         work = list(items)
         nbytes = sum(self._homes[name].layout.nbytes for name, _ in work if self._homes[name].host is None)
         parts = [self._pool.submit(self._move, UP, after, self._get_narrow if narrow else self.get, [*item]) for item in work]
-        return Transfer(self._device, parts or [self._pool.submit(self._move, UP, after, _at_once, [])], nbytes)
+        return Transfer(self._device, parts or [self._pool.submit(self._move, UP, after, at_once, [])], nbytes)
 
     def _move(self, way: str, after: Callable[[], object], work: Callable[..., None], arguments: list[Any]) -> Event:
         """Moves a home; returns the event after it. Takes the arguments out of their list: a thread of the pool releases a job,
@@ -329,7 +327,7 @@ class Store:
         return layout.views(flat)
 
     def get_all(self, items: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.begin_get(items, _at_once).wait()
+        self.begin_get(items, at_once).wait()
 
     def discard(self, name: str) -> None:
         home = self._homes.pop(name, None)
@@ -474,32 +472,26 @@ class Store:
     def source(self, name: str, request: int) -> Source:
         """Returns a source of the tensors of `name` in order, read in pieces of `request` bytes. It must be closed."""
         home = self._homes[name]
-        return WithoutGaps(self._source(name, home, request), home.layout)
-
-    def _source(self, name: str, home: Home, request: int) -> Source:
         if home.host is not None:
-            return FromHost(home.host[: home.layout.nbytes])
+            return Source([bytes_of(home.host[: home.layout.nbytes])], home.layout)
         assert home.now is not None, f"{name} is not written yet"
         with self._count:
             self.traffic.bytes_read += home.layout.nbytes
-        return FromFile(self._files, home.now, request)
+        return Source(self._files.chunks(home.now, request), home.layout)
 
     @contextmanager
     def sink(self, name: str, layout: Layout, request: int) -> Iterator[Sink]:
         """A context in which the tensors of `name` are appended in order; after it they are its home."""
         home = self._place(name, layout)
+        self._will_change(home, self._epoch)
         if home.host is not None:
-            self._will_change(home, self._epoch)
-            yield WithGaps(ToHost(home.host[: layout.nbytes]), layout)
+            yield Sink(in_order(bytes_of(home.host[: layout.nbytes])), layout)
         else:
-            self._will_change(home, self._epoch)
             with self._new_version(name, home) as path, self._files.writing(path, layout) as writing:
-                sink = Gathering(writing.append, min(request, max(PAGE, layout.padded_nbytes)))
-                yield WithGaps(sink, layout)
-                sink.flush()
+                gathering = Gathering(writing.append, min(request, max(PAGE, layout.padded_nbytes)))
+                yield Sink(gathering.append, layout)
+                gathering.flush()
                 home.now = writing.finish()
-            with self._count:
-                self.traffic.bytes_written += layout.nbytes
         home.layout = layout
 
     def _will_change(self, home: Home, epoch: int) -> None:
@@ -527,8 +519,6 @@ class Store:
     def _write(self, name: str, home: Home, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> None:
         with self._new_version(name, home) as path:
             home.now = self._files.write(path, layout, flat, checksummed=checksummed)
-        with self._count:
-            self.traffic.bytes_written += layout.nbytes
 
     @contextmanager
     def _new_version(self, name: str, home: Home) -> Iterator[Path]:
@@ -542,6 +532,9 @@ class Store:
             if home.now is None and home.host is None:
                 del self._homes[name]  # it was never written
             raise
+        assert home.now is not None
+        with self._count:
+            self.traffic.bytes_written += home.now.layout.nbytes
 
     def _spare(self, name: str, home: Home) -> str:
         """File name of a version to write: an existing spare one, whose disk blocks are reused, or a new one."""
@@ -563,7 +556,9 @@ class Store:
             self._write(name, home, home.layout, home.host)
         assert home.now is not None
         self._files.add_checksum(home.now)
-        home.now.make_durable()
+        if not home.now.durable:
+            sync(home.now.path)
+            home.now.durable = True
 
     def _fill(self, home: Home) -> None:
         assert home.now is not None and home.host is not None
@@ -597,7 +592,3 @@ def _widen(flat: torch.Tensor) -> int:
 
 _FEW = 64
 """Numbers that are not worth a kernel of their own."""
-
-
-def _at_once() -> None:
-    """An `after` that waits for nothing."""

@@ -3,12 +3,10 @@
 Memory is copied by the calling thread alone: torch would start a team of threads for every piece.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
-
-import torch
+from typing import Generic, TypeVar
 
 from seqpart.device.device import Device
 from seqpart.device.pages import aligned, bytes_of, round_up
@@ -16,20 +14,6 @@ from seqpart.files import remove
 from seqpart.store.direct import DirectFile
 from seqpart.store.layout import Layout
 from seqpart.store.movers import movers
-from seqpart.store.tensor_file import TensorFiles, Version
-
-
-class Source(Protocol):
-    def fill(self, memory: memoryview) -> None:
-        """Copies the next bytes into `memory`, until it is full."""
-
-    def close(self) -> None:
-        """Closes the source after its last byte. Raises CorruptFile unless all bytes are what was put."""
-
-
-class Sink(Protocol):
-    def append(self, memory: memoryview) -> None:
-        """Appends the next bytes."""
 
 
 class _Gaps:
@@ -50,73 +34,56 @@ class _Gaps:
             yield gap, piece
 
 
-class WithoutGaps:
-    """A source of a home's tensors without the gaps between them."""
+class Source:
+    """Reads a home's tensors in order, without the gaps between them. pieces: all bytes of the home, some at a time."""
 
-    def __init__(self, source: Source, layout: Layout) -> None:
-        self._source, self._gaps = source, _Gaps(layout)
+    def __init__(self, pieces: Iterable[memoryview], layout: Layout) -> None:
+        self._pieces, self._gaps = iter(pieces), _Gaps(layout)
+        self._held = memoryview(b"")
 
     def fill(self, memory: memoryview) -> None:
+        """Copies the next bytes into `memory`, until it is full."""
         for gap, piece in self._gaps.pieces(memory):
-            self._source.fill(memoryview(bytearray(gap)))
-            self._source.fill(piece)
+            self._fill(memoryview(bytearray(gap)))
+            self._fill(piece)
+
+    def _fill(self, memory: memoryview) -> None:
+        while len(memory):
+            if not len(self._held):
+                self._held = next(self._pieces)
+            some = min(len(memory), len(self._held))
+            memory[:some] = self._held[:some]
+            memory, self._held = memory[some:], self._held[some:]
 
     def close(self) -> None:
-        self._source.close()
-
-
-class WithGaps:
-    """A sink that is given a home's tensors alone, and writes zeros into the gaps between them."""
-
-    def __init__(self, sink: Sink, layout: Layout) -> None:
-        self._sink, self._gaps = sink, _Gaps(layout)
-
-    def append(self, memory: memoryview) -> None:
-        for gap, piece in self._gaps.pieces(memory):
-            self._sink.append(memoryview(bytes(gap)))
-            self._sink.append(piece)
-
-
-class FromHost:
-    def __init__(self, home: torch.Tensor) -> None:
-        self._home, self._at = bytes_of(home), 0
-
-    def fill(self, memory: memoryview) -> None:
-        memory[:] = self._home[self._at : self._at + len(memory)]
-        self._at += len(memory)
-
-    def close(self) -> None:
-        self._home = self._home[:0]
-
-
-class FromFile:
-    def __init__(self, files: TensorFiles, version: Version, request: int) -> None:
-        self._buffer = aligned(min(request, max(1, version.layout.nbytes)))
-        self._bytes = bytes_of(self._buffer)
-        self._pieces = files.pieces(version, request, lambda at, want: self._buffer[: round_up(want)])
-        self._at = self._held = 0
-
-    def fill(self, memory: memoryview) -> None:
-        done = 0
-        while done < len(memory):
-            if self._at == self._held:
-                self._at, (_, self._held) = 0, next(self._pieces)
-            some = min(len(memory) - done, self._held - self._at)
-            memory[done : done + some] = self._bytes[self._at : self._at + some]
-            done, self._at = done + some, self._at + some
-
-    def close(self) -> None:
-        for _ in self._pieces:  # to the end, where the checksum is compared
+        """Reads to the end, where a checksum is compared. Raises CorruptFile unless all bytes are what was put."""
+        for _ in self._pieces:
             pass
+        self._held = memoryview(b"")
 
 
-class ToHost:
-    def __init__(self, home: torch.Tensor) -> None:
-        self._home, self._at = bytes_of(home), 0
+class Sink:
+    """Is given a home's tensors in order, and writes zeros into the gaps between them. write: appends bytes to the home."""
+
+    def __init__(self, write: Callable[[memoryview], object], layout: Layout) -> None:
+        self._write, self._gaps = write, _Gaps(layout)
 
     def append(self, memory: memoryview) -> None:
-        self._home[self._at : self._at + len(memory)] = memory
-        self._at += len(memory)
+        for gap, piece in self._gaps.pieces(memory):
+            self._write(memoryview(bytes(gap)))
+            self._write(piece)
+
+
+def in_order(home: memoryview) -> Callable[[memoryview], None]:
+    """Returns a function that appends bytes to `home`."""
+    at = 0
+
+    def append(memory: memoryview) -> None:
+        nonlocal at
+        home[at : at + len(memory)] = memory
+        at += len(memory)
+
+    return append
 
 
 class Gathering:

@@ -24,7 +24,7 @@ from seqpart.device.pages import PAGE, aligned, bytes_of, round_up
 from seqpart.errors import CorruptFile
 from seqpart.files import remove
 from seqpart.schema import Digest, as_type
-from seqpart.store.direct import REQUEST, DirectFile, sync
+from seqpart.store.direct import REQUEST, DirectFile
 from seqpart.store.layout import Layout, TensorSpec, decode_header, encode_header, header_size
 
 CHECK = 1 << 19
@@ -45,11 +45,6 @@ class Version:
     """True if it has a checksum, which every read compares."""
     durable: bool = False
     """True if it would survive a loss of power."""
-
-    def make_durable(self) -> None:
-        if not self.durable:
-            sync(self.path)
-            self.durable = True
 
 
 class Writing:
@@ -87,10 +82,6 @@ class _Staging(threading.local):
         self.busy: list[Event] = [None, None]
         """Events after which copies out of each buffer are over."""
 
-    @property
-    def last(self) -> torch.Tensor:
-        return self.buffers[0]
-
 
 class TensorFiles:
     """Moves whole homes in the calling thread. Flat buffers are uint8, of at least `layout.padded_nbytes` bytes."""
@@ -108,7 +99,7 @@ class TensorFiles:
             return writing.finish()
 
     @contextmanager
-    def writing(self, path: Path, layout: Layout, *, checksummed: bool = True) -> "Iterator[Writing]":
+    def writing(self, path: Path, layout: Layout, *, checksummed: bool = True) -> Iterator[Writing]:
         """A context to write a version to `path` piece by piece; `finish` completes it. A failure leaves no file."""
         try:
             with DirectFile(path, write=True, keep=True) as file:
@@ -121,9 +112,9 @@ class TensorFiles:
         """Reads the data once more, and writes their checksum into the header."""
         if version.checksummed:
             return
-        buffer, digest = aligned(min(CHECK, version.layout.padded_nbytes)), xxhash.xxh3_64()
-        for _, want in self.pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
-            digest.update(bytes_of(buffer)[:want])
+        digest = xxhash.xxh3_64()
+        for piece in self.chunks(version, CHECK):
+            digest.update(piece)
         head = encode_header(version.layout.specs, _metadata(digest.intdigest()))
         with DirectFile(version.path, patch=True) as file:
             file.write_from(self._page_of(head), 0)
@@ -138,14 +129,19 @@ class TensorFiles:
                 pass
             return
         for at, want in self.pieces(version, REQUEST, lambda at, want: self._stage(want)[: round_up(want)]):
-            self._device.copy(self._staging.last[:want], flat[at : at + want])
+            self._device.copy(self._staging.buffers[0][:want], flat[at : at + want])
             self._staging.busy[0] = self._device.mark()
 
     def check(self, version: Version) -> None:
         """Reads the file once from end to end; raises CorruptFile, naming it, unless it is what was written."""
-        buffer = aligned(min(CHECK, version.layout.padded_nbytes))
-        for _ in self.pieces(version, CHECK, lambda at, want: buffer[: round_up(want)]):
+        for _ in self.chunks(version, CHECK):
             pass
+
+    def chunks(self, version: Version, request: int) -> Iterator[memoryview]:
+        """Yields the data, `request` bytes at a time, in memory that is used again; compares the checksum at the end."""
+        buffer = aligned(min(request, version.layout.padded_nbytes))
+        for _, want in self.pieces(version, request, lambda at, want: buffer[: round_up(want)]):
+            yield bytes_of(buffer)[:want]
 
     def found(self, path: Path, digest: int) -> Version:
         """Opens the version that an earlier process wrote at `path`, by its header. Raises CorruptFile, naming the file."""
@@ -208,14 +204,13 @@ class TensorFiles:
         staging.buffers.reverse()
         staging.busy.reverse()
         self._device.wait(staging.busy[0])
-        if len(staging.last) < nbytes:
+        if len(staging.buffers[0]) < nbytes:
             staging.buffers[0] = self._device.host(round_up(nbytes))
-        return staging.last
+        return staging.buffers[0]
 
 
 @functools.lru_cache(1024)
 def _header_without_checksum(specs: tuple[TensorSpec, ...]) -> bytes:
-    """The header without a checksum."""
     return encode_header(specs, _metadata(0))
 
 

@@ -322,7 +322,7 @@ NOT_FOUND = {
     "store.store:Store._move: self._device.copying(way)": "in the stream that computes it is right, and slow",
     "store.store:Transfer.settle: self._device.wait(part.result())": "behind errors only",
     "store.store:Store._all: Transfer(self._device, work).wait()": "between threads of the host",
-    "store.store:Store.get_all: self.begin_get(items, _at_once).wait()": "between threads of the host",
+    "store.store:Store.get_all: self.begin_get(items, at_once).wait()": "between threads of the host",
     "runtime.partition:Partition.begin_drop: self.finish_state()": "behind failed allocations only",
     "runtime.partition:Partition.begin_drop: self._stepping.wait()": "a planned home keeps its memory for itself",
     "runtime.partition:Partition.update: self.finish_state()": "the executor has done so before",
