@@ -318,7 +318,9 @@ class Run:
             ranks=self.ranks,
         )  # fmt: skip
         gradients = any(phase.defers_updates and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
-        own = {p: partitions[p].needs(to_update=True, gradients=False) for p in granted.stays}
+        # Where all stay, one that a test pass loads without its state must not take a slot that another needs for training.
+        staying = granted.stays if granted.borrows else range(len(partitions))
+        own = {p: partitions[p].needs(to_update=True, gradients=False) for p in staying}
         shared = sorted(one.needs(to_update=True, gradients=gradients) for p, one in enumerate(partitions) if p not in own)
         return Executor(
             compute, Slots(shared[-granted.slots:], self.device, own), self.homes.store,

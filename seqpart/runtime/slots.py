@@ -71,8 +71,8 @@ class Slots:
     """
 
     def __init__(self, capacities: Sequence[int], device: Device, own: Mapping[int, int] | None = None) -> None:
-        self.count, self._device, self._owners = len(capacities), device, frozenset(own or ())
-        """count: number of slots that partitions use in turn."""
+        self.count, self._device, self._owners = len(capacities) or len(own or ()), device, frozenset(own or ())
+        """count: number of slots that partitions use in turn; of all slots, if each partition has its own."""
         every = [(capacity, None) for capacity in capacities] + [(capacity, p) for p, capacity in (own or {}).items()]
         self._idle = [
             Slot(torch.empty(0, dtype=torch.uint8), at_once, capacity, owner)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
-from seqpart import Trainer
+from seqpart import Interrupted, Trainer
 from seqpart.errors import OptionError
 from tests.command import SMALL, call
 
@@ -83,6 +84,33 @@ def test_exports_come_as_often_as_asked_and_only_the_newest_stay(options, update
     trainer(tmp_path, **options).fit(rows(), rows(16, 5))
     expected, found = plainly(), exported(tmp_path)
     assert list(found) == updates and all(same(found[update], expected[update - 1]) for update in found)
+
+
+def test_where_all_partitions_stay_a_test_pass_may_be_the_first_to_load_them(tmp_path):
+    """After an export it loaded them without their state, into each other's slots, and then training found none of its size;
+    so did a run that was stopped where an evaluation was due, when it was resumed."""
+
+    def made(name, **options):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 8), nn.Linear(8, 16), nn.Linear(16, 3))
+        options = {"method": "checkpointed", "partitions": 4, "eval_every": 2, **options}
+        return trainer(tmp_path / name, model, **options), model
+
+    (plain, expected), (exporting, found) = made("plain"), made("exports", export_every=2)
+    plain.fit(rows(), rows(16, 5))
+    exporting.fit(rows(), rows(16, 5))
+    assert same(found.state_dict(), expected.state_dict())
+
+    class Stop:
+        def on_step(self, event):
+            if event.update == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        made("stopped")[0].fit(rows(), rows(16, 5), callbacks=[Stop()])
+    again, resumed = made("stopped")
+    again.fit(rows(), rows(16, 5), resume=tmp_path / "stopped" / "run")
+    assert same(resumed.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("by", ["loss", "accuracy"])
