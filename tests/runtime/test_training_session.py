@@ -75,6 +75,24 @@ def test_the_steps_of_a_loop_have_the_bits_of_a_plain_one(options, tmp_path):
     assert files(tmp_path) == [], "nothing is left"
 
 
+def test_all_methods_have_the_same_bits_where_micro_batches_begin_between_lines_of_the_cache(tmp_path):
+    """`full` read them as views of the batch, at addresses at which kernels round otherwise."""
+    numbers = torch.Generator().manual_seed(1)
+    x, y = torch.randn(21, 6, generator=numbers), torch.arange(21) % 5
+
+    def stepped(method):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16)) for _ in range(3)]
+        model = nn.Sequential(nn.Linear(6, 16), *layers, nn.Linear(16, 5))
+        one = trainer(tmp_path / method, model, method=method, batch_size=7, micro_batch_size=3)
+        with one.session((x, y)) as session:
+            return [session.step((x[at : at + 7], y[at : at + 7])) for at in (0, 7, 14)], session.state_dict()
+
+    losses, weights = stepped("full")
+    for other, found in map(stepped, ("streamed", "checkpointed")):
+        assert other == losses and same(found, weights)
+
+
 @pytest.mark.parametrize("options", WAYS[:3], ids=str)
 @pytest.mark.few(1)
 def test_evaluations_and_exports_in_between_change_nothing(options, tmp_path):
