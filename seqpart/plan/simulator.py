@@ -221,6 +221,8 @@ class Simulator:
         self._held: dict[tuple[str, int, int], int] = {}
         """Bytes on the device by (kind, partition or value, micro-batch): gradients of weights, kept graphs, boundary values,
         and gradients of values that several partitions take."""
+        self._shared_gradients = set[tuple[int, int]]()
+        """(block that owns shared weights, micro-batch) of their gradients that wait for it."""
         self._sum = 0
         """Sum of all bytes held."""
         self._changed: set[int] = set()
@@ -471,21 +473,25 @@ class Simulator:
         need -= self._held.get(("buffers", p, 0), 0)
         if phase.offloads_graph(p):
             need -= part.kept
-        if part.lent and self._handing.tier_of(-1, self._resources.tiers) != DEVICE:
-            need += part.lent  # copies of gradients that waited off the device
+        shared = sum(nbytes for owner, nbytes in part.ties if (owner, m) in self._shared_gradients)
+        need += shared  # gradients that later partitions left for shared weights, and their sum with its own
+        if self._handing.tier_of(-1, self._resources.tiers) != DEVICE:
+            need += part.lent + shared  # copies of those that waited off the device
         # The partition's input, and the gradient that comes in, are counted in its own peak: not twice.
         own, handed = self._entered(phase, p, part, m), self._hand_down(p, m)
         waiting = (handed + graph + labels) * (self._alike - 1) // self._alike  # of the others that this one stands for
         peak = self._now + max(own + handed + graph, need - own + waiting)
-        if part.tied and not alone:
-            self._hold("tied", p, m, part.tied, -1)
+        for owner, nbytes in () if alone else part.ties:
+            self._hold("tied", owner, m, max(nbytes, self._free("tied", owner, m) // self._alike), -1)
+            self._shared_gradients.add((owner, m))
         if phase.trains(p):
             self._keep("gradients", p, 0, part.gradients)
         if not phase.keeps_rows(p):
             self._pass_down(p, phase.lowest, m)
         if p == phase.lowest:
-            for borrower in range(p, len(self._partitions)):
-                self._free("tied", borrower, m)
+            for owner, _ in [one for one in self._shared_gradients if one[1] == m]:
+                self._free("tied", owner, m)
+                self._shared_gradients.remove((owner, m))
         seconds = self._computing(part, rows, forward=0 if phase.keeps_graph(p) else 1, backward=1)
         if not alone and not phase.keeps_graph(p):
             seconds += self._away(part.entering, self._speeds.read, self._speeds.up)  # the computation waits for it

@@ -96,10 +96,12 @@ class BlockCost:
     """Seconds of both with a kept heap: see device/heap.py."""
     borrows: "tuple[BlockCost, ...]" = ()
     """Earlier blocks whose parameters it uses too: their homes are loaded with it if they are in another partition."""
-    tied: int = 0
-    """Bytes of those parameters."""
+    tied: tuple[tuple[int, int], ...] = ()
+    """(number of the block, bytes of its parameters that are used) for each of `borrows`."""
     lent: int = 0
-    """Bytes of its own parameters that later blocks use too, once for each of them."""
+    """Bytes of its own parameters that later blocks use too."""
+    borrowers: int = 0
+    """Number of these blocks."""
     writes: frozenset[int] = frozenset()
     """Values that it takes and changes in place, as ReLU(inplace=True) does."""
     passes: tuple[tuple[int, int], ...] = ()
@@ -176,18 +178,15 @@ def measure_chain(
 
 
 def _lending(chain: Chain, costs: Sequence[BlockCost]) -> list[BlockCost]:
-    """Fills in `lent` and `borrows` of all blocks, and takes what they lend out of `narrow`. Each result is an object of its
-    own, distinguished by identity."""
-    lent, names = [0] * len(costs), {(tie.owner.number, tie.owner_name) for block in chain for tie in block.tied}
-    for block, cost in zip(chain, costs, strict=True):
-        for owner in {tie.owner.number for tie in block.tied}:
-            lent[owner] += cost.tied
+    """Fills in `lent`, `borrowers` and `borrows` of all blocks, and takes what they lend out of `narrow`. Each result is an
+    object of its own, distinguished by identity."""
+    names = {(tie.owner.number, tie.owner_name) for block in chain for tie in block.tied}
+    lent = [[nbytes for cost in costs for owner, nbytes in cost.tied if owner == number] for number in range(len(costs))]
     found: list[BlockCost] = []
-    for block, cost in zip(chain, costs, strict=True):
-        owners = dict.fromkeys(tie.owner.number for tie in block.tied)
+    for block, cost, uses in zip(chain, costs, lent, strict=True):
         narrow = Layout.of(spec for spec in cost.narrow.specs if (block.number, spec.name) not in names)
-        borrows = tuple(found[owner] for owner in owners)
-        found.append(replace(cost, lent=lent[block.number], borrows=borrows, narrow=narrow))
+        borrows = tuple(found[owner] for owner, _ in cost.tied)
+        found.append(replace(cost, lent=max(uses, default=0), borrowers=len(uses), borrows=borrows, narrow=narrow))
     return found
 
 
@@ -322,7 +321,10 @@ def _measure_module(
         layout=layout,
         gradient_layout=Layout.of(spec for spec in layout.specs if spec.name in trainable),
         trainable=tuple(name for name in trainable if name in own),
-        tied=sum(tensors[tie.name].nbytes for tie in block.tied),
+        tied=tuple(
+            (owner, sum(tensors[tie.name].nbytes for tie in block.tied if tie.owner.number == owner))
+            for owner in dict.fromkeys(tie.owner.number for tie in block.tied)
+        ),
         gradients=sum(round_up(tensors[name].nbytes, granule) for name in trainable),
         frozen=frozen_in(module, own, trainable),
         narrow=_narrow(layout, narrow.found if narrow is not None and not hooked else ()),

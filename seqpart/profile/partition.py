@@ -24,8 +24,8 @@ class PartitionCost:
     """Weights of blocks that learn or have buffers, which an update changes."""
     borrowed: int
     """Weights of blocks in other partitions that are loaded too, because a parameter of theirs is used here."""
-    tied: int
-    """Bytes of those parameters, whose gradients go to the partition that owns them."""
+    ties: tuple[tuple[int, int], ...]
+    """(number of a block in another partition, bytes of its parameters that are used here): their gradients go there."""
     lent: int
     """Bytes of its own parameters that later partitions use: their gradients come, and are added to its own in new memory."""
     state: int
@@ -93,6 +93,11 @@ class PartitionCost:
         return sum(value.row for value in self.leaving)
 
     @property
+    def tied(self) -> int:
+        """Bytes of parameters of other partitions that are used here."""
+        return sum(nbytes for _, nbytes in self.ties)
+
+    @property
     def weights_slot(self) -> int:
         """Bytes of weights alone in the slot, page by page: these stay where the optimizer state comes and goes."""
         return self.slot - self.state_slot
@@ -135,7 +140,8 @@ def prefix_costs(
     trainable, late, seconds, with_heap = False, False, (0.0, 0.0), 0.0
     seen: list[BlockCost] = []
     borrowed: list[BlockCost] = []
-    tied = lent = adding = adding_again = 0
+    ties, lending = dict[int, int](), dict[int, int]()
+    lent = adding = adding_again = 0
     flow, loose, held = Flow(), dict[int, int](), set[int]()
     for block, layout in zip(blocks, states, strict=True):
         weights, state = weights + block.weights, state + layout.nbytes
@@ -144,13 +150,15 @@ def prefix_costs(
         frozen, narrow = frozen + block.frozen, narrow + block.narrow.nbytes
         rewritten += block.weights if block.trainable or block.buffers else 0
         seen.append(block)
-        for owner in block.borrows:
+        for owner, (number, nbytes) in zip(block.borrows, block.tied, strict=True):
             if any(owner is other for other in seen):
-                lent -= block.tied
+                lending[id(owner)] -= 1
+                lent -= 0 if lending[id(owner)] else owner.lent
                 adding, adding_again = (adding, adding_again) if lent else (0, 0)
             elif not any(owner is other for other in borrowed):
                 borrowed.append(owner)
-                slot, tied = slot + owner.layout.padded_nbytes, tied + block.tied
+                slot += owner.layout.padded_nbytes
+                ties[number] = nbytes
         new, over, given_inside = flow.take(block)
         # A value without a gradient dies after its last use, unless a block that learns saves it for backward.
         if any(value.learns for value in block.gives):
@@ -166,7 +174,7 @@ def prefix_costs(
         start = alive + block.saved_alone + block.output + over
         backward = max(backward + block.gradients + new, start + block.backward_peak)
         again = max(again + new, start + block.accumulate_peak)
-        lent += block.lent
+        lent, lending[id(block)] = lent + block.lent, block.borrowers
         adding = max(adding + block.gradients + new, start + block.backward_peak + block.lent) if lent else 0
         adding_again = max(adding_again + new, start + block.accumulate_peak + block.lent) if lent else 0
         kept = alive + block.saved_alone
@@ -196,7 +204,7 @@ def prefix_costs(
         rows = came[0].rows
         yield PartitionCost(
             weights=weights, rewritten=rewritten,
-            borrowed=sum(owner.weights for owner in borrowed), tied=tied, lent=lent, state=state,
+            borrowed=sum(owner.weights for owner in borrowed), ties=tuple(ties.items()), lent=lent, state=state,
             slot=slot, state_slot=state_slot, waiting=waiting, gradients=gradients,
             saved=alive + copied, kept=kept + copied + buffers - earlier,
             graph=graph + sum(round_up(value.nbytes, LINE) for value in came) + round_up(copied, LINE),

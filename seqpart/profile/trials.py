@@ -442,7 +442,7 @@ def _alike(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool
 def _alone(cost: BlockCost) -> int:
     """Counted bytes of a trial."""
     working = max(cost.forward_peak, cost.saved + cost.output + max(cost.backward_peak, cost.accumulate_peak))
-    return 2 * cost.input + cost.weights + cost.tied + cost.gradients + working
+    return 2 * cost.input + cost.weights + sum(nbytes for _, nbytes in cost.tied) + cost.gradients + working
 
 
 def _has(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -5,7 +5,7 @@ the loss, and between them the boundary exchange passes activations up and gradi
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from seqpart.device.ranks import Ranks
 from seqpart.errors import ModelError
 from seqpart.methods.ist.statistics import as_it_is, observed
 from seqpart.methods.method import PartitionLoss, SyntheticLoss, TrueLoss
+from seqpart.model.blocks import Block
 from seqpart.model.metrics import Metrics, MetricSinks
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import LossValue, share_of_update
@@ -231,6 +232,18 @@ class Compute:
         self._propagate(step, graph.edges)
         return graph
 
+    def _shared(self, p: int) -> Iterator[tuple[int, torch.nn.Parameter]]:
+        """Yields (number in `_ties`, parameter of p) for each weight that p owns or borrows and a later partition uses too: the
+        number of the next one's use."""
+        here = {(tie.owner, tie.owner_name): (block, tie.name) for block, tie in reversed(self.partitions[p].tied)}
+        following = dict[tuple[Block, str], int]()
+        for number, (later, tie) in enumerate(self._ties):
+            weight = tie.owner, tie.owner_name
+            used = later > p and (weight in here or tie.owner in self.partitions[p].blocks)
+            if used and following.setdefault(weight, later) == later:
+                block, name = here.get(weight, weight)
+                yield number, block.module.get_parameter(name)
+
     def _graph(self, p: int, taken: Pack, arrivals: dict[int, Arrival], given: Pack) -> Graph:
         again = self._handover.taken_again(p)
         return Graph.of(arrivals, [*given.items(), *((number, taken[number]) for number in again)])
@@ -238,17 +251,17 @@ class Compute:
     def _propagate(self, step: Step, edges: Mapping[int, Any]) -> None:
         """Back-propagates from the gradients that later partitions left, and from those of the weights that they share.
 
-        One call does both: then a shared weight's gradients of one micro-batch are added up before they are added to those of
-        other micro-batches, as in a model that is not cut.
+        One call does both: then a shared weight's gradients of one micro-batch are added up, the last use's first, before they
+        are added to those of other micro-batches, as in a model that is not cut. So a partition that borrows the weight takes
+        what later ones left, and leaves the sum.
         """
         p, m = step.partition, self._part(step)
         found = self._falsified(self._handover.take_gradients(p, m, edges.keys()))
         roots: list[Any] = [edges[number] for number in found]
         gradients = list(found.values())
-        # The last partition's first, the order in a model that is not cut.
-        for number, (_, tie) in reversed([*enumerate(self._ties)]):
-            for gradient in self._handover.take_shared(number, m) if tie.owner in self.partitions[p].blocks else ():
-                roots.append(tie.owner.module.get_parameter(tie.owner_name))
+        for number, parameter in self._shared(p):
+            for gradient in self._handover.take_shared(number, m):
+                roots.append(parameter)
                 gradients.append(gradient)
         if roots:
             back_propagate(roots, gradients)

@@ -237,6 +237,14 @@ SGD, ADAM, ADAMW = (
     {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.01}, {"optimizer": "adam"},
     {"optimizer": "adamw", "weight_decay": 0.1},
 )  # fmt: skip
+
+
+def repeated():
+    """One layer five times, twice in partitions that borrow it: the gradients of its uses are added from the last on."""
+    again = nn.Sequential(nn.Linear(12, 12), nn.Tanh())
+    return nn.Sequential(nn.Linear(12, 12), *[again] * 5, nn.Linear(12, 4))
+
+
 CLIP, NARROW = {"clip_grad_norm": 0.2}, {"dtype": "bf16"}
 COSINE, LINEAR = {"lr_schedule": "cosine", "warmup_updates": 2}, {"lr_schedule": "linear"}
 WHOLE, ONE, ODD = {"micro_batch_size": 8}, {"micro_batch_size": 1}, {"micro_batch_size": 3}
@@ -267,6 +275,8 @@ CASES = {
     "gpt, sgd, bf16": (language, None, (0, 2), SGD | NARROW | WHOLE),
     "tied, adam, clipped": (functools.partial(language, tied=True, dropout=0.1), None, (0, 1, 2, 3), ADAM | CLIP | ODD),
     "tied, sgd, bf16": (functools.partial(language, tied=True), None, (0, 3), SGD | NARROW | ODD | LINEAR),
+    "one layer again and again, sgd": (repeated, (12,), (0, 2, 4, 6), SGD | ODD),
+    "one layer again and again, adam, clipped": (repeated, (12,), (0, 3, 5), ADAM | CLIP | WHOLE),
     "float64, sgd, clipped": (doubles, (12,), (0, 1, 2, 3), SGD | CLIP | LINEAR | ODD),
     "float64, adam": (doubles, (12,), (0, 2), ADAM | COSINE | WHOLE),
 }  # fmt: skip
