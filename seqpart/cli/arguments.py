@@ -181,7 +181,8 @@ def _refuse_unparsable(kind: type[Any], arguments: list[str]) -> None:
     switches = {flag for field in flags if field.type is bool for flag in flags[field]}
     known = [flag for several in flags.values() for flag in several]
     given = {(flag := word.partition("=")[0]): flag.replace("_", "-") for word in arguments if word.startswith("-")}
-    unknown = [flag for flag, word in given.items() if flag[:2] == "--" != flag and word.replace("--no-", "--", 1) not in known]
+    negated = {flag.replace("--", "--no-", 1) for flag in switches}
+    unknown = [flag for flag, word in given.items() if flag[:2] == "--" != flag and word not in negated | {*known}]
     if unknown:
         raise OptionError(f"unknown option(s): {with_suggestion(unknown, known)} --help shows all.")
     takes_next = ""

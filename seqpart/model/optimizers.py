@@ -112,9 +112,7 @@ class Optimizer:
     def temporaries(self) -> int:
         """Memory that a step takes, as a multiple of the largest parameter's; 0: one fused kernel, or several in place."""
         with tried(self.name):
-            if self.build([_example()]).defaults.get("fused") or not (found := temporaries(self.build)):
-                return 0
-        return 2 if self.is_known else max(2, found)
+            return 0 if self.build([_example()]).defaults.get("fused") else temporaries(self.build)
 
     @functools.cached_property
     def whole(self) -> bool:

@@ -12,6 +12,7 @@ from seqpart.cli.arguments import gathered, groups_of, kept_options, options_of
 from seqpart.cli.commands import VerifyJob
 from seqpart.cli.job import Job
 from seqpart.errors import OptionError
+from seqpart.fields import flags_of
 from seqpart.model.named_optimizers import NAMES
 from seqpart.store.atomic import with_checksum, write_text
 from tests.command import call
@@ -83,6 +84,17 @@ def test_a_misspelled_flag_is_answered_with_the_nearest_where_a_required_one_is_
     with pytest.raises(OptionError) as refused:
         options_of(kind, gathered(words, kind), "test")
     assert refused.value.with_flags.startswith(said)
+
+
+def test_no_flag_of_the_command_is_unknown_to_it():
+    """--no-decay was taken for the contrary of --decay, which does not exist, and could not be given at all."""
+    known = {flag: field for field in dataclasses.fields(Job) for flag in flags_of(field.name, field.type)}
+    for flag, field in known.items():
+        words = ["--mem-limit", "1GB", flag, *(() if field.type is bool else ("?",))]
+        try:
+            options_of(Job, gathered(words, Job), "test")
+        except OptionError as refused:
+            assert "unknown option" not in refused.with_flags
 
 
 @pytest.mark.parametrize("words", [["--mem_limit", "1GB"], ["-m", "1GB"], ["--mem-limit=1GB", "--no-quiet"]], ids=" ".join)
