@@ -84,7 +84,7 @@ class Exports:
     def write(self, export: Callable[[Path], None]) -> Path:
         """Exports the weights, with nothing on the device, and removes those that are not kept. Returns the file."""
         update, epochs = self._at
-        entry = _Entry(file=f"update-{update:08d}.safetensors", update=update, epoch=epochs, value=self._value)
+        entry = _Entry(file=f"update-{update:08d}.safetensors", update=update, epoch=float(epochs), value=self._value)
         export(self._folder / entry.file)
         entries, self.last, self.due = [*self._entries, entry], update, False
         kept = entries

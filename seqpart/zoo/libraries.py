@@ -233,7 +233,9 @@ def _module(name: str, asked: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        raise OptionError(f"{asked}: no module named {error.name!r} here or among the installed packages.") from None
+        # For `net.py:make` Python looks for a module `py` in the package `net`.
+        cure = f" Give the name of the module: {name.removesuffix('.py')}:FUNCTION." if name.endswith(".py") else ""
+        raise OptionError(f"{asked}: no module named {error.name!r} here or among the installed packages.{cure}") from None
     except Exception as error:
         raise OptionError(f"{asked}: importing {name} failed: {_short(error)}. --debug shows where it failed.") from error
 

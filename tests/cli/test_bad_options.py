@@ -171,6 +171,7 @@ OPTIONS = {
     "--data mnist": "--data mnist needs --data-dir",
     "--data mnist --data-dir empty": "--data mnist; MNIST/raw; no such directory. Give --download to fetch it",
     "--data nothere:f": "--data nothere:f: no module named 'nothere'",
+    "--data nothere.py:f": "Give the name of the module: nothere:FUNCTION.",
     "--data desk_own:words": "training data: expected a pair (x, y) of tensors or arrays, or a data set; found the text",
     "--data desk_own:triple": "--data desk_own:triple: expected a pair (training, test); found tuple",
     "--data desk_own:one_class": "training labels: every row has class 3. Training needs at least two classes",
