@@ -13,6 +13,7 @@ from seqpart.device.pages import aligned_bytes
 from seqpart.errors import CorruptFile, OutOfMemory
 from seqpart.schedule.phase import Phase
 from seqpart.store.host_pool import HostPool, OwnMemory
+from seqpart.store.layout import LINE
 from seqpart.store.row_file import RowLayout, Rows
 from seqpart.store.scratch import ROW_FILES
 from seqpart.store.store import RetainedFiles
@@ -130,7 +131,7 @@ class FedRows:
     """
 
     def __init__(self, layout: RowLayout, rows: int, device: Device) -> None:
-        self.layout = layout
+        self.layout, self._device = layout, device
         self._x = device.host(rows * layout.nbytes)[: rows * layout.nbytes].view(layout.dtype).view(rows, *layout.shape)
         self._labels = torch.empty(0)
         self.fed = 0
@@ -149,19 +150,22 @@ class FedRows:
                 f"memory ran out in the middle of update {self.fed}, and the weights can only be restored to those before "
                 f"update {phase.epoch}, whose batch is gone. Give a larger --mem-limit, or a smaller --micro-batch-size."
             )
-        return _FedReader(self._x, self._labels, phase)
+        return _FedReader(self._x, self._labels, phase, self._device)
 
 
 class _FedReader:
-    """Reads micro-batches as views of one batch."""
+    """Reads micro-batches as views of one batch; on the CPU as copies, where kernels would round otherwise."""
 
-    def __init__(self, x: torch.Tensor, labels: torch.Tensor, phase: Phase) -> None:
-        self._x, self._labels, self._spans = x, labels, phase.spans()
+    def __init__(self, x: torch.Tensor, labels: torch.Tensor, phase: Phase, device: Device) -> None:
+        self._x, self._labels, self._spans, self._device = x, labels, phase.spans(), device
 
     def take(self) -> Batch:
         m, span = next(self._spans)
         rows = slice(span.start, span.stop)
-        return Batch(m, span, self._x[rows], self._labels[rows], 0)
+        x = self._x[rows]
+        if self._device.shares_memory and x.data_ptr() % LINE:
+            x = self._device.own(x)
+        return Batch(m, span, x, self._labels[rows], 0)
 
     def done(self, batch: Batch) -> None:
         """Does nothing: the batch stays until the update is over."""
