@@ -223,7 +223,7 @@ class Rounds:
     def __getitem__(self, index: int) -> Phase:
         epoch, at = self._place(index)
         if epoch == self.epochs or at >= self._per_epoch:
-            return self.following[at % self._per_epoch if epoch < self.epochs else at]
+            return self.following[at - self._per_epoch if epoch < self.epochs else at]
         round_, which = divmod(at, self._per_round)
         number = epoch * self.rounds + round_ + 1
         if which == 0:
