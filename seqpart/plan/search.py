@@ -28,6 +28,12 @@ from seqpart.plan.simulator import Resources
 _REPAIRS = 800
 """Budget for refining a plan: simulated partitions, summed over simulations."""
 
+_FEW, _MORE_OF_FEW = 4, 4
+"""With at most _FEW partitions, _MORE_OF_FEW times the budget: each choice is a large part of the plan, so more are tried."""
+
+_LOOKED_AT = 2000
+"""Moves that are weighed before any of them is simulated."""
+
 _RIVALS, _NEAR = 4, 1.5
 """At most _RIVALS plans are refined, those that take at most _NEAR times as long as the fastest."""
 
@@ -121,8 +127,6 @@ def _ends(problem: Problem, prediction: Prediction) -> bool:
     return not prediction.candidate.resources.tiers and _holds_all(prediction, may_stay=problem.auto)
 
 
-_FEW = 4
-"""With at most _FEW partitions each choice is a large part of the plan, so more are tried."""
 _LARGEST = 3
 """Number of boundaries that are tried off the device, one at a time, where all of them wait on the device."""
 
@@ -288,12 +292,12 @@ def _packed(problem: Problem, now: Prediction, taken: Sequence[Option], options:
 
 
 def refined(problem: Problem, best: Prediction, repairs: int) -> Prediction:
-    """Improves `best` by one option added, or exchanged for another, as long as that fits and is faster, then anew, once.
+    """Improves `best` by moves (see `_moves`: an option added, or exchanged) as long as one fits and is faster.
 
     Simulates about `repairs` partitions in all, so that its time does not grow with the number of partitions.
     """
     count = len(best.candidate.parts)
-    left = around = repairs // count if count > 1 else 0
+    left = around = (repairs * _MORE_OF_FEW if count <= _FEW else repairs) // count if count > 1 else 0
     better = left > 0
     options = options_of(problem, best, offload=bool(best.candidate.offloads))
     while better and left > 0:
@@ -307,9 +311,9 @@ def refined(problem: Problem, best: Prediction, repairs: int) -> Prediction:
         }  # fmt: skip
         chosen = [option for option in options if option.partition in answers[option.kind]]
         others = [option for option in options if option not in chosen]
-        for out, come in _moves(chosen, others, now.resources, problem.available - best.peak)[:left]:
+        for out, come in _promising(chosen, others, best.candidate.resources, problem.available - best.peak, left):
             left -= 1
-            tried = carried_out(problem, best, [option for option in (*chosen, come) if option is not out])
+            tried = carried_out(problem, best, [option for option in (*chosen, *come) if option not in out])
             if tried.peak <= problem.available and tried.seconds < best.seconds:
                 best, better = tried, True
                 break
@@ -332,19 +336,35 @@ def _around(problem: Problem, best: Prediction, options: Sequence[Option], count
     return min(found, key=_rank)
 
 
-def _moves(
-    chosen: Sequence[Option], others: Sequence[Option], resources: Resources, room: int
-) -> list[tuple[Option | None, Option]]:
-    """Returns moves (option removed, or None, option added) that save seconds of some kind, the most promising first. Those
-    that take more than `room` bytes are last, since bytes do not always add up."""
-    added = sorted(others, key=lambda option: -option.worth(1.0))
-    removed = sorted(chosen, key=lambda option: option.worth(1.0))
-    likely, seldom = list[tuple[Option | None, Option]](), list[tuple[Option | None, Option]]()
-    for out, come in [*itertools.product([None], added), *((out, come) for come in added for out in removed)]:
-        gain = come if out is None else come.beyond(out)
-        nbytes = come.takes(resources) - (0 if out is None else out.takes(resources))
-        if max(gain.compute, gain.transfer) > 0 and nbytes <= room:
-            likely.append((out, come))
-        elif max(gain.compute, gain.transfer) >= 0:
-            seldom.append((out, come))
-    return likely + seldom
+def _promising(
+    chosen: Sequence[Option], others: Sequence[Option], resources: Resources, room: int, count: int
+) -> "Iterator[tuple[_Chosen, _Chosen]]":
+    """At most `count` moves that save seconds of some kind: first those that fit by the sum of bytes, then others."""
+    seldom: list[tuple[_Chosen, _Chosen]] = []
+    for out, come in itertools.islice(_moves(chosen, others), _LOOKED_AT):
+        computing = sum(o.compute for o in come) - sum(o.compute for o in out)
+        moving = sum(o.transfer for o in come) - sum(o.transfer for o in out)
+        if computing >= 0 or moving >= 0:
+            more = sum(o.takes(resources) for o in come) - sum(o.takes(resources) for o in out)
+            if (computing <= 0 and moving <= 0) or more > room:
+                seldom.append((out, come))
+                continue
+            count -= 1
+            yield out, come
+        if count <= 0:
+            return
+    yield from seldom[:count]
+
+
+_Chosen = tuple[Option, ...]
+
+
+def _moves(chosen: Sequence[Option], others: Sequence[Option]) -> Iterator[tuple[_Chosen, _Chosen]]:
+    """Moves (options removed, options added), the most promising first."""
+    others = sorted(others, key=lambda option: -option.worth(1.0))
+    chosen = sorted(chosen, key=lambda option: option.worth(1.0))
+    yield from (((), (option,)) for option in others)
+    yield from (((out,), (option,)) for option in others for out in chosen)
+    yield from (((), pair) for pair in itertools.combinations(others, 2))
+    yield from (((out,), pair) for pair in itertools.combinations(others, 2) for out in chosen)
+    yield from ((pair, (option,)) for pair in itertools.combinations(chosen, 2) for option in others)
