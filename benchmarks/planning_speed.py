@@ -54,7 +54,7 @@ def problem_of(count: int, rows: int) -> Problem:
     problem = Problem(
         chain=chain, method=methods_named("streamed")[0], machine=machine, limit=0, costs_at=costs_at,
         counted_at=costs_at, states=[moments(cost) for cost in costs_at(BATCH)], loss_of=lambda rows: lambda _: (120 * rows, 0),
-        step_room=lambda _: 0, begins=False, batch_size=BATCH, the_batch=BATCH, micro_batch=None, starts=None, count=None,
+        optimizer=None, batch_size=BATCH, the_batch=BATCH, micro_batch=None, starts=None, count=None,
         defers_updates=False, label_row=8, input_row=layout,
         row_pack=lambda _: RowPack.of_one(0, layout), can_cut_after=lambda _: True, train_rows=rows, test_rows=10_000,
         auto=True,

@@ -59,7 +59,7 @@ def problem_of(blocks, limit, *, micro_batch, starts, speeds, **machine):
         chain=_Chain(SimpleNamespace(number=number, tied=()) for number in range(len(blocks))), method=METHODS["sil"],
         machine=Machine(speeds=speeds, **usual | machine), limit=limit,
         costs_at=lambda _: blocks, counted_at=lambda _: blocks, states=states,
-        loss_of=lambda _: lambda _: (0, 0), step_room=lambda _: 0, begins=False, batch_size=16, the_batch=16,
+        loss_of=lambda _: lambda _: (0, 0), optimizer=None, batch_size=16, the_batch=16,
         micro_batch=micro_batch, starts=starts, count=None, defers_updates=False, label_row=0, input_row=rows,
         row_pack=lambda _: RowPack.of_one(0, rows), can_cut_after=lambda _: True, train_rows=32, test_rows=8, auto=True,
     )  # fmt: skip

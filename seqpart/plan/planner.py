@@ -107,13 +107,13 @@ class Planner(Inputs):
         return Problem(
             chain=self.chain, method=request.methods[0], machine=self._machine(request, costs), limit=request.limit,
             costs_at=self.costs_at, counted_at=self.counted_at, states=states,
-            step_room=heaviest.step_room, begins=heaviest.begins_itself, loss_of=partial(self.loss_cost, request),
+            optimizer=heaviest, loss_of=partial(self.loss_cost, request),
             defers_updates=self._starts is not None or self.settings.clip_grad_norm is not None,
             label_row=self.train.label_type.itemsize * (labels.numel() // max(1, len(labels))), pair_rows=self.rows_per_pass,
             batch_size=batch, the_batch=None if self.the_batch is None else self.shared(self.the_batch),
             micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
-            can_cut_after=self.can_cut_after, every_learns=not self.exact, learns_alone=self.row_pack.has_one_that_learns,
+            can_cut_after=self.can_cut_after, learns_alone=self.row_pack.has_one_that_learns,
             train_rows=self.epoch_rows,
             test_rows=self.test.count, saved=request.saved, auto=self.settings.method == "auto",
             draft=request.draft, steps=self._steps(request),
@@ -386,8 +386,8 @@ class Planner(Inputs):
             blocks = self.costs_at(rows)[first:last]
             states = state_layouts(self.chain[first:last], blocks, optimizer)
             *_, cost = prefix_costs(
-                blocks, states, self.loss_cost(request, rows), step_room=optimizer.step_room,
-                begins=optimizer.begins_itself, heap_below=self.device.heap_below,
+                blocks, states, self.loss_cost(request, rows), optimizer=optimizer,
+                heap_below=self.device.heap_below,
                 shares=planning.shares_of(self.epoch_rows, part.batch_size, rows),
             )  # fmt: skip
             found.append(cost)

@@ -14,6 +14,7 @@ from seqpart.device.pages import PAGE, aligned_bytes, round_up
 from seqpart.errors import DataError, ModelError, OptionError
 from seqpart.methods.method import Method
 from seqpart.model.blocks import Chain
+from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import DEVICE, ROWS, BoundaryRouting, Tiers
 from seqpart.plan.plan import Plan
 from seqpart.plan.simulator import Resources
@@ -87,9 +88,8 @@ class Problem:
     """Block costs at a micro-batch without what real runs added, which differs from process to process."""
     states: Sequence[Layout]
     loss_of: Callable[[int], LossCost]
-    step_room: Callable[[int], int]
-    begins: bool
-    """step_room, begins: see `prefix_costs`."""
+    optimizer: Optimizer | None
+    """The one with the most state, of those that a partition may get; it has the `states`."""
     batch_size: int
     """Rows of an update; the largest, where partitions differ in it."""
     the_batch: int | None
@@ -105,8 +105,6 @@ class Problem:
     """Layout of a row of the boundary cache after a block."""
     can_cut_after: Callable[[BlockCost], bool]
     """True if a partition may end with this block."""
-    every_learns: bool = False
-    """True if each partition must have trainable parameters: it has a loss of its own, or is part of a subnet."""
     learns_alone: Callable[[BlockCost], bool] = lambda _: True
     """True if no other differentiable value crosses the cut after this block."""
     train_rows: int
@@ -221,12 +219,12 @@ def shares_of(rows: int, batch: int, micro_batch: int) -> tuple[float, ...]:
 
 def starts_of(problem: Problem) -> list[int]:
     """Blocks at which a partition may begin: those with parameters, own or shared. A block without any joins the one before
-    it; so does a frozen one, where every partition must learn."""
+    it; so does a frozen one where every partition must learn, as it has a loss of its own or is part of a subnet."""
     if problem.starts is not None:
         return list(problem.starts)
     costs = problem.costs_at(micro_batches(problem)[0])  # not a small one: BatchNorm refuses a single row
     begin = [
-        number for number, cost in enumerate(costs) if cost.trainable or cost.tied or (cost.frozen and not problem.every_learns)
+        number for number, cost in enumerate(costs) if cost.trainable or cost.tied or (cost.frozen and problem.method.exact)
     ]
     return [0, *(number for number in begin[1:] if problem.can_cut_after(costs[number - 1]))]
 
@@ -251,8 +249,8 @@ def cost_of(problem: Problem, micro_batch: int, first: int, last: int, *, counte
     if key not in problem.known:
         costs = (problem.counted_at if counted else problem.costs_at)(micro_batch)
         grown = prefix_costs(
-            costs[first:], problem.states[first:], problem.loss_of(micro_batch), step_room=problem.step_room,
-            begins=problem.begins, heap_below=problem.machine.heap_below,
+            costs[first:], problem.states[first:], problem.loss_of(micro_batch), optimizer=problem.optimizer,
+            heap_below=problem.machine.heap_below,
             shares=shares_of(problem.train_rows, problem.batch_size, micro_batch),
         )  # fmt: skip
         problem.known[key] = _Grown(grown, first)

@@ -246,17 +246,8 @@ def spent(problem: Problem, plain: Prediction) -> Iterator[Prediction]:
     Computing and transfers overlap in part, and an update takes about the longer of the two, so what a second of transfers is
     worth is not known beforehand.
     """
-    options = options_of(problem, plain)
-    orders = _orders(options)
-    for order in orders:
+    for order in _orders(options_of(problem, plain)):
         yield _filled(problem, plain, (), order)
-    parts, staying = plain.candidate.parts, [option for option in options if option.kind is Kind.STAY]
-    if plain.candidate.resources.slots == 1 and len(staying) == len(parts):  # then nothing needs the slot
-        all_stay = replace(plain.candidate.resources, slots=len(parts))
-        everything = least_peak(problem, plain.method, plain.candidate.micro_batch, parts, all_stay) <= problem.available
-        whole = carried_out(problem, plain, staying) if everything else plain
-        if whole.peak <= problem.available and whole is not plain:
-            yield _filled(problem, whole, staying, [option for option in orders[0] if option.kind is Kind.KEEP])
 
 
 def _filled(problem: Problem, plain: Prediction, chosen: Sequence[Option], options: Sequence[Option]) -> Prediction:

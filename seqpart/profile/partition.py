@@ -126,13 +126,11 @@ class Parting:
 
 def prefix_costs(
     blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *,
-    step_room: Callable[[int], int] = lambda _: 0, begins: bool = False, heap_below: int = 0, shares: Sequence[float] = (1.0,),
+    optimizer: Optimizer | None = None, heap_below: int = 0, shares: Sequence[float] = (1.0,),
 ) -> Iterator[PartitionCost]:  # fmt: skip
     """Yields the costs of the partitions blocks[:1], blocks[:2], ..., each one block more, in constant time.
 
-    step_room: bytes of the optimizer's step, from those of the largest parameter. begins: true if the optimizer makes its state
-    itself in a first step, beside the home that it then goes to. shares: sizes of micro-batches that occur, as
-    fractions of the one that the costs were found for.
+    shares: sizes of micro-batches that occur, as fractions of the one that the costs were found for.
     """
     heaps = [0] * len(shares)
     narrow = frozen = rewritten = slot = state_slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
@@ -202,6 +200,9 @@ def prefix_costs(
         own = sum(value.nbytes for value in came) + copied + targets
         earlier = sum(value.nbytes for value in leaving if value.number in held and value.giver != block.gives[-1].giver)
         rows = came[0].rows
+        step_room = 0 if optimizer is None else optimizer.step_room(largest)
+        if optimizer is not None and optimizer.begins_itself:
+            step_room += state  # which it makes in a first step, beside the home that this then goes to
         yield PartitionCost(
             weights=weights, rewritten=rewritten,
             borrowed=sum(owner.weights for owner in borrowed), ties=tuple(ties.items()), lent=lent, state=state,
@@ -214,7 +215,7 @@ def prefix_costs(
                 forward, alive + loss_peak, max(again, adding_again) + heap
             ),
             inference_peak=own + heap + max(inference, output + loss_peak),
-            update_peak=own + buffers + heap + gradients + step_room(largest) + 3 * unfused + begins * state,
+            update_peak=own + buffers + heap + gradients + step_room + 3 * unfused,
             row_flops=flops // rows,
             parameters=parameters, frozen=frozen, narrow=narrow, trainable=trainable, writes_late=late,
             forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,

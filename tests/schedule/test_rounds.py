@@ -20,13 +20,13 @@ MERGE = replace(SPLIT, kind=PhaseKind.MERGE)
 def stretches(draw):
     rows, batch, epochs = draw(st.integers(1, 12)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
     turn = Phase(kind=PhaseKind.TRAIN, partition=1, rows=rows, batch=batch, micro_batch=batch, epochs=epochs)
-    tests = [Phase(kind=PhaseKind.TEST, partition=0, rows=5 + n, batch=5, micro_batch=5, ends=0) for n in range(3)]
+    tests = [Phase(kind=PhaseKind.TEST, partition=0, rows=5 + n, batch=5, micro_batch=5, ends=0) for n in range(7)]
     return Rounds(
         split=SPLIT, merge=MERGE, local=draw(st.integers(1, 5)), epochs=epochs,
         turns=tuple(
             replace(turn, partition=1 + n, within=EpochSlice(skips=n * rows, rows_of=0)) for n in range(draw(st.integers(1, 3)))
         ),
-        following=tuple(tests[: draw(st.integers(1, 3))]), every=draw(st.one_of(st.none(), st.integers(1, 4))),
+        following=tuple(tests[: draw(st.integers(1, 7))]), every=draw(st.one_of(st.none(), st.integers(1, 4))),
     )  # fmt: skip
 
 
