@@ -57,9 +57,7 @@ THEIRS = {
 }
 FURTHER = {
     "swin_t": (lambda: torchvision_model("swin_t"), images),
-    "deeplab": (lambda: torchvision_model("deeplabv3_mobilenet_v3_large", weights_backbone=None), images),
     "vit_tiny": (lambda: timm_model("vit_tiny_patch16_224"), lambda: images(224)),
-    "xcit": (lambda: timm_model("xcit_nano_12_p16_224"), lambda: images(224)),
     "qwen3, mixture": (
         lambda: transformers_model(
             "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **GROUPED, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
@@ -67,7 +65,6 @@ FURTHER = {
         tokens,
     ),
     "gemma2": (lambda: transformers_model("Gemma2ForCausalLM", "Gemma2Config", **GROUPED), tokens),
-    "gemma3": (lambda: transformers_model("Gemma3ForCausalLM", "Gemma3TextConfig", **GROUPED), tokens),
     "mamba": (lambda: transformers_model("MambaForCausalLM", "MambaConfig", state_size=4), tokens),
     "deberta": (lambda: transformers_model("DebertaV2ForSequenceClassification", "DebertaV2Config"), tokens),
 }

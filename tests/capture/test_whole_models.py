@@ -204,10 +204,10 @@ def test_a_configuration_alone_is_a_model_where_the_data_say_which(llama, capsys
 
 @pytest.mark.slow
 def test_a_whole_model_goes_on_behind_a_kill_to_the_same_bits(pictures):
-    words = ["--model", "torchvision:resnet18", "--data", "npz:pictures.npz", *COMMAND, "--epochs", "4", "--save-every", "1"]
+    words = ["--model", "torchvision:resnet18", "--data", "npz:pictures.npz", *COMMAND, "--epochs", "3", "--save-every", "1"]
     whole = run(pictures, *words, "--output-dir", "whole")
     assert whole.code == 0, whole.err
-    process = start(pictures, *words, "--output-dir", "cut", until="epoch 2")
+    process = start(pictures, *words, "--output-dir", "cut", until="epoch 1")
     end(process, 9)
     again = run(pictures, "--resume", "cut")
     assert again.code == 0, again.err

@@ -173,7 +173,7 @@ def test_layers_of_a_transformer_are_compiled_as_in_a_plain_loop(tmp_path):
     config = transformers.LlamaConfig(num_hidden_layers=3, vocab_size=64, max_position_embeddings=32, **shape)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
-    plain, tokens = copy.deepcopy(model).train(), torch.randint(64, (10, 8))
+    plain, tokens = copy.deepcopy(model).train(), torch.randint(64, (8, 8))
     options = OPTIONS | CUT | {"batch_size": 4, "micro_batch_size": 4, "output_dir": tmp_path / "run"}
     Trainer(model, "model", "adamw", weight_decay=0.0, **options).fit(({"input_ids": tokens}, tokens))
     torch._dynamo.reset()
