@@ -14,7 +14,7 @@ import seqpart.checkpoint.changes as changes
 import seqpart.checkpoint.manifest as manifests
 from seqpart.checkpoint.changes import FREE, Place
 from seqpart.checkpoint.manifest import Manifest, no_checkpoint
-from seqpart.checkpoint.marker import is_begun_anew
+from seqpart.checkpoint.marker import MARKER, is_begun_anew
 from seqpart.checkpoint.run_directory import finish_what_was_published
 from seqpart.data.splits import Split
 from seqpart.device.ranks import Ranks
@@ -281,6 +281,10 @@ def resume_point_of(path: Path, settings: Settings, *, session: bool = False) ->
     if path.is_dir() and not has_checkpoint(path):
         finish_what_was_published(root)
         refuse_finished(root)
+        if not (root / MARKER).is_file():
+            raise OptionError(
+                f"--resume: expected the directory of a run, with {MARKER} in it; found none in {root}. Leave it out to begin."
+            )
         return ResumePoint(root=root)
     manifest = manifests.load(path)
     state = as_state(manifest)

@@ -132,12 +132,7 @@ class Trainer:
             resume /= RUN
         began = time.time()
         with self._judge(wanted_of(self.args, self._sets)[1]) as judge:
-            self._relay.begin(
-                lengths.updates,
-                math.ceil(lengths.updates / lengths.per_epoch),
-                self._sets,
-                judge.names if judge is not None else (),
-            )
+            self._relay.begin(lengths, self._sets, judge.names if judge is not None else ())
             if self.args.eval_on_start:
                 self.evaluate()
             with self._empty_model("train"):

@@ -83,16 +83,26 @@ class Lengths:
     batch: int
     per_epoch: int
     updates: int
+    batches: int
+    """Batches of an epoch, of which an update has `accumulated`."""
+    accumulated: int
+
+    def epochs_after(self, update: int) -> float:
+        """Returns the epochs that are over after so many updates, as transformers counts them: by batches."""
+        epochs, updates = divmod(update, self.per_epoch)
+        return epochs + updates * self.accumulated / self.batches
 
 
 def lengths_of(arguments: Any, count: int) -> Lengths:
     """Returns the lengths for `count` items; with dataloader_drop_last an incomplete last batch is left out."""
     size = arguments.per_device_train_batch_size
     rows = count - count % size if arguments.dataloader_drop_last else count
-    batch = size * arguments.gradient_accumulation_steps
+    accumulated = arguments.gradient_accumulation_steps
+    batch = size * accumulated
     per_epoch = max(1, math.ceil(rows / batch))
     steps = arguments.max_steps
-    return Lengths(rows, batch, per_epoch, steps if steps > 0 else math.ceil(arguments.num_train_epochs * per_epoch))
+    updates = steps if steps > 0 else math.ceil(arguments.num_train_epochs * per_epoch)
+    return Lengths(rows, batch, per_epoch, updates, math.ceil(rows / size), accumulated)
 
 
 def refuse_what_is_not_taken(arguments: Any, *, but: Iterable[str] = ()) -> None:

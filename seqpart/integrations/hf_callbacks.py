@@ -1,5 +1,6 @@
 """Passes a run's events to transformers' callbacks and TrainerState."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.trainer_callback import (
 
 from seqpart.callbacks import EpochEvent, EvalEvent, StepEvent
 from seqpart.errors import OptionError
+from seqpart.integrations.hf_arguments import Lengths
 
 CALLED = {
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_end", "on_evaluate",
@@ -71,11 +73,12 @@ class Relay:
 
     # --- a training -------------------------------------------------------------------------------------------------------
 
-    def begin(self, updates: int, epochs: int, sets: Collection[str], metrics: Collection[str]) -> None:
+    def begin(self, lengths: Lengths, sets: Collection[str], metrics: Collection[str]) -> None:
         """Begins a training. sets: names of the evaluation sets, one alone has the name "". metrics: names of the user's."""
-        self.state, self._sets, self._metrics = self._new_state(), sets, metrics
-        self.state.compute_steps(self._arguments, updates)
-        self.state.max_steps, self.state.num_train_epochs, self.state.epoch = updates, epochs, 0.0
+        self.state, self._sets, self._metrics, self._lengths = self._new_state(), sets, metrics, lengths
+        self.state.compute_steps(self._arguments, lengths.updates)
+        self.state.max_steps, self.state.epoch = lengths.updates, 0.0
+        self.state.num_train_epochs = math.ceil(lengths.updates / lengths.per_epoch)
         self._losses, self._total, self._steps, self._in_epoch = [], 0.0, 0, False
         self._call("on_train_begin")
 
@@ -91,7 +94,7 @@ class Relay:
 
     def on_step(self, event: StepEvent) -> None:
         self._epoch_begins()
-        self.state.global_step, self.state.epoch = event.update, float(event.epoch)
+        self.state.global_step, self.state.epoch = event.update, self._lengths.epochs_after(event.update)
         self._losses.append(event.loss)
         self._total, self._steps = self._total + event.loss, self._steps + 1
         self._rate, self._norm = event.learning_rate, event.gradient_norm
@@ -146,8 +149,10 @@ class Relay:
         name = f"eval_{self._arguments.metric_for_best_model.removeprefix('eval_')}"
         if name not in found:  # refused beforehand where the best weights are asked for
             return
-        value, best = found[name], self.state.best_metric
-        if best is None or (value > best if self._arguments.greater_is_better else value < best):
+        value, larger = found[name], self._arguments.greater_is_better
+        if self.state.best_metric is None:  # NaN is never the best
+            self.state.best_metric = -math.inf if larger else math.inf
+        if value > self.state.best_metric if larger else value < self.state.best_metric:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
     def _ends(self, event: StepEvent | EpochEvent | EvalEvent) -> None:

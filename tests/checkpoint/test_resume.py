@@ -267,6 +267,13 @@ def test_a_run_that_was_ended_before_its_first_checkpoint_begins_anew_and_says_s
     assert f"{arm.root} was ended before anything was saved: it starts from the beginning" in reporter.said
 
 
+def test_a_directory_that_is_no_run_s_is_refused(arm, tmp_path):
+    """It was said to be one that had saved nothing, and the training began."""
+    (tmp_path / "checkpoint-5").mkdir()
+    with pytest.raises(OptionError, match=r"expected the directory of a run, with seqpart-run.json in it; found none in .*-5"):
+        arm.fit(resume=tmp_path / "checkpoint-5")
+
+
 def test_other_settings_are_refused_and_named(arm):
     stopped_after(arm, 40, save_every="1")
     refused = [

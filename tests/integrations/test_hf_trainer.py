@@ -1,6 +1,8 @@
 """Our Trainer for transformers beside its own: the same weights, rows, logs and calls."""
 
 import functools
+import itertools
+import math
 import signal
 
 import pytest
@@ -194,6 +196,23 @@ def test_an_epoch_that_is_cut_short_ends_as_in_transformers(options, tmp_path):
         found.append((history(trainer), [event for event in callback.called if "epoch" in str(event)]))
     same_history(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
+
+
+def test_epochs_are_counted_by_batches_where_an_update_has_several(tmp_path):
+    """They were counted by updates, of which the last of an epoch may have fewer batches."""
+    options = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 3, "logging_steps": 1, "num_train_epochs": 2}
+    histories = [history(trained(tmp_path, whose, **options)[0]) for whose in TRAINERS]
+    theirs, ours = ([logs["epoch"] for logs in one] for one in histories)
+    assert ours == theirs and any(epoch % 1 for epoch in ours)
+
+
+def test_a_metric_that_is_no_number_is_never_the_best(tmp_path):
+    """NaN was, and as nothing is better, early stopping counted all later evaluations."""
+    values = itertools.cycle([math.nan, 0.5, 0.7, 0.6])
+    options = {"eval_strategy": "epoch", "num_train_epochs": 4, "metric_for_best_model": "own", "greater_is_better": True}
+    for whose in TRAINERS:
+        trainer, _ = trained(tmp_path, whose, compute_metrics=lambda _: {"own": next(values)}, **options)
+        assert trainer.state.best_metric == 0.7
 
 
 def test_early_stopping_of_transformers_ends_the_training(tmp_path):
