@@ -149,8 +149,15 @@ class Trainer:
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: None = None, metric_key_prefix: str = "eval") -> dict[str, Any]:
-        """Returns the loss and the metrics, each with the prefix; for a dict of data sets also with their names."""
-        data = eval_dataset if eval_dataset is not None else self.eval_dataset
+        """Returns the loss and the metrics, each with the prefix; for a dict of data sets also with their names.
+
+        eval_dataset: a data set, a dict of them, or the name of one of the Trainer's own.
+        """
+        if isinstance(eval_dataset, str) and eval_dataset not in self._sets:
+            known = ", ".join(filter(None, self._sets)) or "a data set: the Trainer has no dict of them"
+            raise OptionError(f"eval_dataset: expected {known}; found the name {eval_dataset!r}.")
+        given = self._sets[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        data = given if given is not None else self.eval_dataset
         if isinstance(data, dict):
             parts = (self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}") for name, one in data.items())
             return {name: value for part in parts for name, value in part.items()}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from seqpart import Padding
-from seqpart.errors import DataError, Interrupted
+from seqpart.errors import DataError, Interrupted, OptionError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
@@ -227,6 +227,16 @@ def test_early_stopping_of_transformers_ends_the_training(tmp_path):
     assert ours.state.global_step == theirs.state.global_step < 27
     assert ours.state.best_metric == pytest.approx(theirs.state.best_metric)
     assert ours.state.best_global_step == theirs.state.best_global_step == ours.result.best_update
+
+
+def test_an_evaluation_set_is_taken_by_its_name(tmp_path):
+    sets, found = {"one": little_rows(8, 1), "other": little_rows(8, 5)}, []
+    for whose, kind in TRAINERS.items():
+        trainer = kind(little_model(), arguments(tmp_path / whose), train_dataset=little_rows(), eval_dataset=sets)
+        found.append([trainer.evaluate(name)["eval_loss"] for name in sets])
+    assert found[0] == pytest.approx(found[1]) and found[0][0] != found[0][1]
+    with pytest.raises(OptionError, match="expected one, other; found the name 'third'"):
+        Trainer(little_model(), arguments(tmp_path), train_dataset=little_rows(), eval_dataset=sets).evaluate("third")
 
 
 @pytest.mark.parametrize("best", ["eval_other_right", "other_loss", None])
