@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments, enable_full_determinism, set_seed
 from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
-from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
+from transformers.trainer_utils import PredictionOutput, TrainOutput, align_special_tokens, speed_metrics
 
 import seqpart.trainer
 from seqpart.data.padding import Padding
@@ -123,6 +123,9 @@ class Trainer:
 
         Raises what `seqpart.Trainer.fit` raises.
         """
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        if hasattr(tokenizer, "pad_token_id") and hasattr(self.model, "config"):
+            align_special_tokens(self.model, self.processing_class)  # a classifier looks for the last token before the padding
         trainer, lengths = self._trainer(), self._lengths()
         train, tests = self._loaders(lengths)
         self.model.train()  # all of it, as theirs does

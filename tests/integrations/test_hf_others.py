@@ -10,6 +10,7 @@ pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install
 tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer needs the extra hf")
 
 from seqpart.errors import OptionError  # noqa: E402
+from seqpart.integrations.hf import Trainer  # noqa: E402
 from seqpart.integrations.hf_others import under_limit  # noqa: E402
 from tests.hugging_face import arguments, history, little_model, little_rows, same_history, same_weights  # noqa: E402
 
@@ -142,6 +143,24 @@ def test_what_sentence_transformers_cannot_have_is_refused(words, sentences, tmp
 
 
 # --- TRL ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_learns_the_tokenizer_s_special_tokens(tokenizer, tmp_path):
+    """Its configuration kept its own padding token: a classifier looked at another token, and all weights differed."""
+    found = []
+    for whose, kind in (("theirs", transformers.Trainer), ("ours", Trainer)):
+        torch.manual_seed(0)
+        shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 2}
+        config = transformers.LlamaConfig(vocab_size=len(tokenizer), pad_token_id=7, max_position_embeddings=16, **shape)
+        model = transformers.LlamaForSequenceClassification(config)
+        texts = [f"w1 w{n}" + " w3" * (n % 3) for n in range(12)]
+        rows = [{**tokenizer(text, padding="max_length", max_length=8), "labels": n % 2} for n, text in enumerate(texts)]
+        args = arguments(tmp_path / whose, num_train_epochs=1, per_device_train_batch_size=4)
+        own = {} if whose == "theirs" else {"method": "full"}
+        kind(model, args, train_dataset=rows, processing_class=tokenizer, **own).train()
+        found.append((model.config.pad_token_id, dict(model.state_dict())))
+    assert found[0][0] == found[1][0] == tokenizer.pad_token_id != 7
+    same_weights(found[1][1], found[0][1])
 
 
 @pytest.fixture
