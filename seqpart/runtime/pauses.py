@@ -18,6 +18,7 @@ from torch import nn
 from seqpart.errors import Interrupted, ModelError, OptionError
 from seqpart.methods.ist.parts import JointChain
 from seqpart.model.blocks import Block, Chain
+from seqpart.model.inspection import stays
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.blocks import BlockCost
 from seqpart.schedule.best import LoopState
@@ -135,6 +136,9 @@ class Pauses:
         self.changed = False
         """True if the set of trainable parameters differs from that of the last update."""
         self._blocks = [(block, cost) for block, cost in zip(chain, costs, strict=True) if block.alive is not None]
+        modules = (module for block, _ in self._blocks if block.alive is not None for module in block.alive.modules())
+        self._modules = [one for one in modules if type(one).train is nn.Module.train and not stays(one)]
+        """Modules that are in training mode, or in evaluation, all together."""
         self._own: list[_Own] = []
         self._planned = {
             block.exported(name): (block, name)
@@ -190,8 +194,9 @@ class Pauses:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context in which the user's code runs. Raises ModelError if it unfroze parameters that the plan has no room for."""
-        before = [own.parameter.requires_grad for own in self._own]
+        """A context in which the user's code runs. Raises ModelError if it unfroze parameters that the plan has no room for, or
+        changed the mode of some modules."""
+        before, modes = [own.parameter.requires_grad for own in self._own], [one.training for one in self._modules]
         for own in self._own:
             own.parameter.requires_grad_(own.learns)
         away, options = [*self._taken()], [(one, _options(one)) for one in self._optimizers()]
@@ -202,6 +207,14 @@ class Pauses:
                 self._obey(self._given_back(away, before))  # a run that goes on after the error must know it
             raise
         wanted = self._given_back(away, before)
+        now = [one.training for one in self._modules]
+        if now != modes and len({*now}) > 1:  # a model that is put in one mode as a whole is put in another for the next pass
+            odd = next(one for one, mode, then in zip(self._modules, now, modes, strict=True) if mode is not then)
+            raise ModelError(
+                f"the mode (train, eval) of some modules was changed during a run, of {type(odd).__name__} first. Every pass sets "
+                "it, and this change would be lost. Call eval() before the run on what is to stay in evaluation; end a session, "
+                "and begin another."
+            )
         if any(_options(one) != then for one, then in options):
             raise OptionError(
                 "the options of an optimizer (its param_groups) were changed during a run. An optimizer is rebuilt for each "

@@ -3,6 +3,7 @@
 import pytest
 
 from seqpart import Trainer
+from seqpart.errors import ModelError
 from seqpart.verify.verification import verify
 
 import torch  # isort: skip
@@ -134,3 +135,26 @@ def test_dropout_that_evaluates_agrees_in_every_exact_method_and_is_verified(tmp
     assert all(torch.equal(one[name], found[0][name]) for one in found[1:] for name in one)
     verify(model, rows, steps=2, mem_limit="2GB", batch_size=8)
     assert not model[1].training and "train" not in vars(model[1])
+
+
+def test_a_mode_that_is_changed_during_a_run_is_refused_and_of_the_whole_model_is_no_matter():
+    """norm.eval() between two steps was lost in silence: the next pass set every mode again."""
+    torch.manual_seed(1)
+    model, (x, y) = Normed(), (torch.randn(16, WIDTH), torch.arange(16) % 3)
+    trainer = Trainer(model, mem_limit="2GB", method="full", batch_size=8, quiet=True)
+    with trainer.session((x, y)) as session:
+        session.step((x[:8], y[:8]))
+        session.evaluate((x, y))
+        model.eval()
+        model.train()
+        session.step((x[8:], y[8:]))
+        model.norm.eval()
+        with pytest.raises(ModelError, match=r"mode \(train, eval\) of some modules was changed during a run, of BatchNorm1d"):
+            session.step((x[:8], y[:8]))
+
+    class Freezing:
+        def on_step(self, event):
+            model.last[0].eval()
+
+    with pytest.raises(ModelError, match=r"Call eval\(\) before the run on what is to stay in evaluation"):
+        trainer.fit((x, y), callbacks=[Freezing()])
