@@ -211,9 +211,9 @@ class Pauses:
         if now != modes and len({*now}) > 1:  # a model that is put in one mode as a whole is put in another for the next pass
             odd = next(one for one, mode, then in zip(self._modules, now, modes, strict=True) if mode is not then)
             raise ModelError(
-                f"the mode (train, eval) of some modules was changed during a run, of {type(odd).__name__} first. Every pass sets "
-                "it, and this change would be lost. Call eval() before the run on what is to stay in evaluation; end a session, "
-                "and begin another."
+                f"the mode (train, eval) of some modules was changed during a run, of {type(odd).__name__} first. Every pass "
+                "sets it, and this change would be lost. Call eval() before the run on what is to stay in evaluation; end a "
+                "session, and begin another."
             )
         if any(_options(one) != then for one, then in options):
             raise OptionError(
