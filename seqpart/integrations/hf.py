@@ -18,7 +18,9 @@ from transformers import TrainingArguments, enable_full_determinism, set_seed
 from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
 from transformers.trainer_utils import PredictionOutput, TrainOutput, align_special_tokens, speed_metrics
 
+import seqpart.checkpoint.manifest as manifests
 import seqpart.trainer
+from seqpart.checkpoint.resume import as_state
 from seqpart.data.padding import Padding
 from seqpart.errors import Interrupted, OptionError
 from seqpart.integrations import hf_arguments, hf_data, hf_losses
@@ -39,6 +41,7 @@ from seqpart.model.losses import LossSource
 from seqpart.model.optimizer_trials import Build
 from seqpart.options import Options
 from seqpart.runtime.result import Result
+from seqpart.store.scratch import has_checkpoint
 
 __all__ = ["Trainer"]
 
@@ -136,6 +139,8 @@ class Trainer:
         began = time.time()
         with self._judge(wanted_of(self.args, self._sets)[1]) as judge:
             self._relay.begin(lengths, self._sets, judge.names if judge is not None else ())
+            if resume is not None and has_checkpoint(resume):
+                self._relay.recall(as_state(manifests.load(resume)).loop.evaluations.all)
             if self.args.eval_on_start:
                 self.evaluate()
             with self._empty_model("train"):
@@ -146,7 +151,8 @@ class Trainer:
                 except Interrupted as interrupted:
                     raise Interrupted(interrupted.directory, "train(resume_from_checkpoint=True)") from None
         rows = lengths.updates * lengths.batch if self.args.max_steps > 0 else lengths.rows * self.args.num_train_epochs
-        metrics = speed_metrics("train", began, num_samples=rows, num_steps=lengths.updates)
+        steps = self._relay.steps  # those of this call: a callback may have ended it, or it went on with a run
+        metrics = speed_metrics("train", began, num_samples=rows * steps / lengths.updates, num_steps=steps)
         metrics["train_loss"] = self._relay.loss
         self._relay.end(metrics)
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)

@@ -1,7 +1,7 @@
 """Passes a run's events to transformers' callbacks and TrainerState."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from transformers.trainer_callback import (
@@ -16,6 +16,7 @@ from transformers.trainer_callback import (
 from seqpart.callbacks import EpochEvent, EvalEvent, StepEvent
 from seqpart.errors import OptionError
 from seqpart.integrations.hf_arguments import Lengths
+from seqpart.schedule.best import Evaluated
 
 CALLED = {
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_end", "on_evaluate",
@@ -46,7 +47,8 @@ class Relay:
 
     def __init__(self, arguments: Any, model: Any, processing_class: Any, callbacks: Iterable[Any]) -> None:
         self._arguments, self.control, self._losses, self._total = arguments, TrainerControl(), list[float](), 0.0
-        self._steps, self._in_epoch = 0, False
+        self.steps, self._in_epoch = 0, False
+        """steps: number of updates in this training."""
         self._sets: Collection[str] = ()
         self._metrics: Collection[str] = ()
         self._rate: float | None = None
@@ -79,7 +81,7 @@ class Relay:
         self.state.compute_steps(self._arguments, lengths.updates)
         self.state.max_steps, self.state.epoch = lengths.updates, 0.0
         self.state.num_train_epochs = math.ceil(lengths.updates / lengths.per_epoch)
-        self._losses, self._total, self._steps, self._in_epoch = [], 0.0, 0, False
+        self._losses, self._total, self.steps, self._in_epoch = [], 0.0, 0, False
         self._call("on_train_begin")
 
     def end(self, metrics: dict[str, Any]) -> None:
@@ -90,13 +92,13 @@ class Relay:
     @property
     def loss(self) -> float:
         """Mean loss over the updates of this training."""
-        return self._total / self._steps if self._steps else float("nan")
+        return self._total / self.steps if self.steps else float("nan")
 
     def on_step(self, event: StepEvent) -> None:
         self._epoch_begins()
         self.state.global_step, self.state.epoch = event.update, self._lengths.epochs_after(event.update)
         self._losses.append(event.loss)
-        self._total, self._steps = self._total + event.loss, self._steps + 1
+        self._total, self.steps = self._total + event.loss, self.steps + 1
         self._rate, self._norm = event.learning_rate, event.gradient_norm
         self._call("on_step_end")
         self._log_losses()
@@ -118,18 +120,34 @@ class Relay:
     def on_eval(self, event: EvalEvent) -> None:
         whole: dict[str, Any] = {"eval_runtime": event.seconds, "eval_samples_per_second": event.rows_per_second}
         every: dict[str, Any] = {"eval_loss": event.loss}
-        for own in self._sets:
-            if own:
-                named = ((name, event.metrics.get(f"{own}/{name}")) for name in ("loss", *self._metrics))
-                found = {f"eval_{own}_{name}": value for name, value in named if value is not None}
-            else:
-                found = {**{f"eval_{name}": value for name, value in event.metrics.items()}, **every}
+        for found in self._by_sets(event):
             self.evaluated(found | whole)
             every |= found
         self._note_best(every)
         if self._evaluates_by_steps and not event.epoch % 1:
             self._epoch_ends()
         self._ends(event)
+
+    def recall(self, earlier: Iterable[Evaluated]) -> None:
+        """Takes in the evaluations before a resume: for the best metric, and for callbacks that keep a state of them."""
+        for one in earlier:
+            self.state.global_step, self.state.epoch = one.update, float(one.epoch)
+            every: dict[str, Any] = {"eval_loss": one.loss}
+            for found in self._by_sets(one):
+                every |= found
+                for callback in self.handler.callbacks:
+                    if isinstance(callback, ExportableState):
+                        callback.on_evaluate(self._arguments, self.state, self.control, metrics=found)  # type: ignore[attr-defined]
+            self._note_best(every)
+
+    def _by_sets(self, event: EvalEvent | Evaluated) -> Iterator[dict[str, Any]]:
+        """Yields the metrics of each evaluation set."""
+        for own in self._sets:
+            if own:
+                named = ((name, event.metrics.get(f"{own}/{name}")) for name in ("loss", *self._metrics))
+                yield {f"eval_{own}_{name}": value for name, value in named if value is not None}
+            else:
+                yield {**{f"eval_{name}": value for name, value in event.metrics.items()}, "eval_loss": event.loss}
 
     def _epoch_begins(self) -> None:
         if not self._in_epoch:

@@ -129,7 +129,8 @@ def _sizes(batches: Batches, data: Any) -> Iterator[Sizes]:
     with generators_kept():
         for at in range(0, len(data), batches.size):
             batch = batches.batch([data[number] for number in range(at, min(at + batches.size, len(data)))])
-            if not any(name in _PADDED or name in batches.padding.values for name in batch if name != LABELS):
+            names = (name for name in batch if name != LABELS or batch[LABELS].dim() > 1)  # of a captioner only these are texts
+            if not any(name in _PADDED or name in batches.padding.values for name in names):
                 return
             yield sizes_of(batch)
 
@@ -161,7 +162,7 @@ class Order(Sampler[int]):
 
 def order_of(data: Any, arguments: Any, rows: int, batch: int, tokenizer: Any) -> Order:
     """Returns the row order of transformers' Trainer. rows: per epoch; batch: per update."""
-    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    seed = torch.initial_seed() if arguments.data_seed is None else arguments.data_seed  # set by Trainer, or since
     strategy = arguments.train_sampling_strategy
     alike = None
     if strategy == "group_by_length":

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from seqpart.errors import OptionError
 from seqpart.integrations.hf_data import base_of, logits_of
@@ -53,11 +54,21 @@ def _counted(loss: Callable[[Any, torch.Tensor, torch.Tensor], Any], *, shifted:
         return (labels[..., 1:] if shifted else labels).ne(-100).sum()
 
     def counted(outputs: Any, labels: torch.Tensor) -> Any:
-        return loss(outputs, labels, counts(labels))
+        outputs = _in_32_bits(outputs)
+        with torch.autocast(labels.device.type, enabled=False):  # the model alone computes in 16 bits
+            return loss(outputs, labels, counts(labels))
 
     counted.counts = counts  # type: ignore[attr-defined]
     counted.__qualname__ = getattr(loss, "__qualname__", "compute_loss_func")
     return counted
+
+
+def _in_32_bits(outputs: Any) -> Any:
+    """Returns what a model gave under autocast as transformers' Trainer hands it to a loss: in float32."""
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return outputs
+    narrow = (torch.bfloat16, torch.float16)
+    return tree_map_only(torch.Tensor, lambda one: one.float() if one.dtype in narrow else one, outputs)
 
 
 def _is_shifted(model: nn.Module) -> bool:
@@ -78,7 +89,7 @@ def judged_by(model: nn.Module, compute_loss: Callable[..., Any]) -> Iterator[No
     def forward(*args: Any, **inputs: Any) -> Any:
         nonlocal inside
         if inside:  # called by compute_loss
-            return own(*args, **inputs)
+            return _in_32_bits(own(*args, **inputs))
         inside = True
         try:
             found = compute_loss(model, inputs, return_outputs=True)

@@ -48,12 +48,14 @@ OPTIONS = {
         **BEST, "compute_loss_func": smoothed_sum, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "right",
         "compute_metrics": accuracy,
     },
+    "smoothed labels in mixed precision": {"label_smoothing_factor": 0.1, "bf16": True},
+    "a function in mixed precision": {"compute_loss_func": smoothed_sum, "bf16": True},
     "the best save by loss": {**BEST, "eval_strategy": "epoch", "metric_for_best_model": "loss"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 def test_options_of_losses_and_saves_leave_the_weights_of_transformers(options, tmp_path):
     options = {"num_train_epochs": 2, **options}
     (theirs, expected), (ours, found) = (trained(tmp_path, whose, **options) for whose in TRAINERS)

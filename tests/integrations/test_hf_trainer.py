@@ -300,6 +300,48 @@ def test_a_run_that_ended_in_its_midst_goes_on_to_the_same_weights(how, tmp_path
     same_weights(dict(model.state_dict()), expected)
 
 
+def test_a_run_that_goes_on_knows_the_best_evaluation_and_stops_where_it_would_have(tmp_path):
+    """It began to count anew, and ended six updates later."""
+    values = [0.9, 0.5, 0.6, 0.4, 0.3, 0.2]
+    options = {
+        "eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 6, "metric_for_best_model": "own",
+        "greater_is_better": True, "load_best_model_at_end": True,
+    }  # fmt: skip
+
+    def begun(folder, count, *callbacks):
+        left = iter(values[count:])
+        return Trainer(
+            little_model(), arguments(folder, **options), train_dataset=little_rows(), eval_dataset=little_rows(8, 1),
+            compute_metrics=lambda _: {"own": next(left)}, callbacks=[transformers.EarlyStoppingCallback(3), *callbacks],
+            method="full",
+        )  # fmt: skip
+
+    def in_its_midst(state, control):
+        if state.global_step == 7:
+            fail()
+
+    whole = begun(tmp_path / "whole", 0)
+    whole.train()
+    with pytest.raises(Ends):
+        begun(tmp_path / "cut", 0, Listening(step=in_its_midst)).train()
+    resumed = begun(tmp_path / "cut", 2)
+    resumed.train(resume_from_checkpoint=True)
+    for name in ("global_step", "best_metric", "best_global_step"):
+        assert getattr(resumed.state, name) == getattr(whole.state, name)
+    assert resumed.state.global_step == 12 and resumed.state.best_metric == 0.9
+
+
+def test_rows_come_in_the_order_of_a_seed_that_was_set_after_the_trainer_was_made(tmp_path):
+    found = []
+    for whose, kind in TRAINERS.items():
+        model = little_model()
+        trainer = kind(model, arguments(tmp_path / whose), train_dataset=little_rows())
+        transformers.set_seed(77)
+        trainer.train()
+        found.append(dict(model.state_dict()))
+    same_weights(*found)
+
+
 def test_rows_without_labels_have_the_same_predictions(tmp_path):
     rows = little_rows(8, 2)
     unlabelled = [{name: value for name, value in row.items() if name != "label"} for row in rows]
