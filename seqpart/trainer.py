@@ -358,7 +358,8 @@ class Trainer:
                 method = self.settings.methods[0]
                 if method.alone and not method.trains_independently(self.settings):
                     refuse_ranks("resuming a run of sil, whose rows between partitions one process has,", "Start one.")
-                resumed = resume_point_of(Path(resume).absolute(), self.settings)
+                restarted = begun_before(self.settings.output_dir) is not None
+                resumed = resume_point_of(Path(resume).absolute(), self.settings, restarted=restarted)
             kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
             stack.enter_context(translate_oom(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None

@@ -272,8 +272,9 @@ class ResumePoint:
         )
 
 
-def resume_point_of(path: Path, settings: Settings, *, session: bool = False) -> ResumePoint:
-    """Reads the checkpoint at `path`: a run's directory or a manifest file. session: expects that of a session.
+def resume_point_of(path: Path, settings: Settings, *, session: bool = False, restarted: bool = False) -> ResumePoint:
+    """Reads the checkpoint at `path`: a run's directory or a manifest file. session: expects that of a session. restarted: true
+    for a run that torchrun starts again, which may have ended before it left anything.
 
     Raises OptionError if it was made with other settings, CorruptFile if it is damaged.
     """
@@ -281,7 +282,7 @@ def resume_point_of(path: Path, settings: Settings, *, session: bool = False) ->
     if path.is_dir() and not has_checkpoint(path):
         finish_what_was_published(root)
         refuse_finished(root)
-        if not (root / MARKER).is_file():
+        if not restarted and not (root / MARKER).is_file():
             raise OptionError(
                 f"--resume: expected the directory of a run, with {MARKER} in it; found none in {root}. Leave it out to begin."
             )
