@@ -136,7 +136,11 @@ class Pauses:
         self.changed = False
         """True if the set of trainable parameters differs from that of the last update."""
         self._blocks = [(block, cost) for block, cost in zip(chain, costs, strict=True) if block.alive is not None]
-        modules = (module for block, _ in self._blocks if block.alive is not None for module in block.alive.modules())
+        modules = [module for block, _ in self._blocks if block.alive is not None for module in block.alive.modules()]
+        self._tensors: list[tuple[Mapping[str, torch.Tensor | None], str]] = [
+            (held, name) for one in modules for held in (one._parameters, one._buffers) for name in held
+        ]
+        """(parameters or buffers of a module, name of one)."""
         self._modules = [one for one in modules if type(one).train is nn.Module.train and not stays(one)]
         """Modules that are in training mode, or in evaluation, all together."""
         self._own: list[_Own] = []
@@ -197,6 +201,7 @@ class Pauses:
         """A context in which the user's code runs. Raises ModelError if it unfroze parameters that the plan has no room for, or
         changed the mode of some modules."""
         before, modes = [own.parameter.requires_grad for own in self._own], [one.training for one in self._modules]
+        tensors = [held.get(name) for held, name in self._tensors]
         for own in self._own:
             own.parameter.requires_grad_(own.learns)
         away, options = [*self._taken()], [(one, _options(one)) for one in self._optimizers()]
@@ -207,6 +212,12 @@ class Pauses:
                 self._obey(self._given_back(away, before))  # a run that goes on after the error must know it
             raise
         wanted = self._given_back(away, before)
+        for (held, name), tensor in zip(self._tensors, tensors, strict=True):
+            if held.get(name) is not tensor:
+                raise ModelError(
+                    f"another tensor was put in the place of {name!r} during a run, which trains the one that the model came "
+                    "with. Change the model before the run, or end a session, and begin another."
+                )
         now = [one.training for one in self._modules]
         if now != modes and len({*now}) > 1:  # a model that is put in one mode as a whole is put in another for the next pass
             odd = next(one for one, mode, then in zip(self._modules, now, modes, strict=True) if mode is not then)

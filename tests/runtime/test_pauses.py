@@ -430,3 +430,18 @@ def test_options_of_an_optimizer_that_are_changed_are_refused(way, method, tmp_p
 
     with pytest.raises(OptionError, match=r"param_groups.* were changed during a run.*lr_schedule"):
         trained(net(), method, way, touch, tmp_path, optimizer=build)
+
+
+@pytest.mark.parametrize(("method", "assigned"), in_turn(["full", "streamed"], [True, False]))
+def test_a_tensor_that_is_put_in_the_place_of_another_is_refused(method, assigned):
+    """`full` trained it, and `streamed` neither it nor the other."""
+    model = net()
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with trainer(model, method).session(BATCHES[0]) as session:
+        session.step(BATCHES[0])
+        if assigned:
+            model.load_state_dict(values, assign=True)
+        else:
+            model.b.bias = nn.Parameter(torch.ones(16))
+        with pytest.raises(ModelError, match=r"another tensor was put in the place of '(weight|bias|scale)' during a run"):
+            session.step(BATCHES[1])
