@@ -319,7 +319,8 @@ class Run:
         )  # fmt: skip
         gradients = any(phase.defers_updates and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
         # Where all stay, one that a test pass loads without its state must not take a slot that another needs for training.
-        staying = granted.stays if granted.borrows else range(len(partitions))
+        all_stay = not granted.borrows and granted.slots == len(partitions)  # ist's parts take turns in fewer
+        staying = range(len(partitions)) if all_stay else granted.stays
         own = {p: partitions[p].needs(to_update=True, gradients=False) for p in staying}
         shared = sorted(one.needs(to_update=True, gradients=gradients) for p, one in enumerate(partitions) if p not in own)
         return Executor(

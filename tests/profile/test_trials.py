@@ -63,7 +63,7 @@ def test_what_an_lstm_reserves_and_does_not_touch_is_known_and_where_it_is_tight
         trainer = Trainer(kinds.lstm(), None, "sgd", mem_limit=limit, method="streamed", batch_size=64, quiet=True)
         with closing(trainer.prepare(*trainer.rows(rows, rows))) as planner:
             plan = planner.planned().plan
-            assert not planner.trials.untold, planner.trials.untold
+            assert not planner.trials.new_notes, planner.trials.new_notes
             seen[limit] = plan.untouched(planner.costs_at(plan.micro_batch), 64)
     assert all(untouched > 4 << 20 for untouched in seen.values()), seen
 
