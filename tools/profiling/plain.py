@@ -111,7 +111,7 @@ class Program:
                 loss = self._loss(output, y)
             self._log.note("forward", trains=True)
             (loss * (len(part) / len(numbers)) if len(part) < len(numbers) else loss).backward()
-            metrics.add(loss.detach() * len(part), len(part), None, weight=len(part))
+            metrics.add(loss.detach().double() * len(part), len(part), None, weight=len(part))
             self._log.note("backward", trains=True)
 
     def _parts(self, numbers: np.ndarray) -> Iterator[np.ndarray]:
@@ -141,7 +141,7 @@ class Program:
                 for block in self.blocks:
                     x = block(x)
                 judged = None if y.is_floating_point() else (x.flatten(0, -2), y.flatten())
-                metrics.add(self._loss(x, y) * len(part), len(part), judged, weight=len(part))
+                metrics.add(self._loss(x, y).double() * len(part), len(part), judged, weight=len(part))
                 self._log.note("test", trains=False)
         return metrics
 
