@@ -131,7 +131,7 @@ class Relay:
     def recall(self, earlier: Iterable[Evaluated]) -> None:
         """Takes in the evaluations before a resume: for the best metric, and for callbacks that keep a state of them."""
         for one in earlier:
-            self.state.global_step, self.state.epoch = one.update, float(one.epoch)
+            self.state.global_step, self.state.epoch = one.update, self._lengths.epochs_after(one.update)
             every: dict[str, Any] = {"eval_loss": one.loss}
             for found in self._by_sets(one):
                 every |= found

@@ -181,7 +181,9 @@ def _lending(chain: Chain, costs: Sequence[BlockCost]) -> list[BlockCost]:
     """Fills in `lent`, `borrowers` and `borrows` of all blocks, and takes what they lend out of `narrow`. Each result is an
     object of its own, distinguished by identity."""
     names = {(tie.owner.number, tie.owner_name) for block in chain for tie in block.tied}
-    lent = [[nbytes for cost in costs for owner, nbytes in cost.tied if owner == number] for number in range(len(costs))]
+    lent: list[list[int]] = [[] for _ in costs]
+    for owner, nbytes in (tie for cost in costs for tie in cost.tied):
+        lent[owner].append(nbytes)
     found: list[BlockCost] = []
     for block, cost, uses in zip(chain, costs, lent, strict=True):
         narrow = Layout.of(spec for spec in cost.narrow.specs if (block.number, spec.name) not in names)

@@ -137,10 +137,8 @@ class Pauses:
         """True if the set of trainable parameters differs from that of the last update."""
         self._blocks = [(block, cost) for block, cost in zip(chain, costs, strict=True) if block.alive is not None]
         modules = [module for block, _ in self._blocks if block.alive is not None for module in block.alive.modules()]
-        self._tensors: list[tuple[Mapping[str, torch.Tensor | None], str]] = [
-            (held, name) for one in modules for held in (one._parameters, one._buffers) for name in held
-        ]
-        """(parameters or buffers of a module, name of one)."""
+        self._held: list[Mapping[str, Any]] = [held for one in modules for held in (one._parameters, one._buffers)]
+        """The parameters, or the buffers, of each module by name."""
         self._modules = [one for one in modules if type(one).train is nn.Module.train and not stays(one)]
         """Modules that are in training mode, or in evaluation, all together."""
         self._own: list[_Own] = []
@@ -201,7 +199,7 @@ class Pauses:
         """A context in which the user's code runs. Raises ModelError if it unfroze parameters that the plan has no room for, or
         changed the mode of some modules."""
         before, modes = [own.parameter.requires_grad for own in self._own], [one.training for one in self._modules]
-        tensors = [held.get(name) for held, name in self._tensors]
+        tensors = [(held, name, tensor) for held in self._held for name, tensor in held.items()]
         for own in self._own:
             own.parameter.requires_grad_(own.learns)
         away, options = [*self._taken()], [(one, _options(one)) for one in self._optimizers()]
@@ -212,7 +210,7 @@ class Pauses:
                 self._obey(self._given_back(away, before))  # a run that goes on after the error must know it
             raise
         wanted = self._given_back(away, before)
-        for (held, name), tensor in zip(self._tensors, tensors, strict=True):
+        for held, name, tensor in tensors:
             if held.get(name) is not tensor:
                 raise ModelError(
                     f"another tensor was put in the place of {name!r} during a run, which trains the one that the model came "
