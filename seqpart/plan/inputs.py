@@ -83,7 +83,7 @@ class Inputs:
         loss_chunks: chunks of positions that the loss is computed over; None: more than one, the fewest that fit.
         ranks: processes that share each update's rows."""
         refuse_mismatch(train, test)
-        self.ranks = ranks
+        self.model, self.ranks = model, ranks
         self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
         self.reading = Reading(train, test, settings.workers, device)
         self._scheduled = cache(partial(scheduled, settings.lr_schedule))

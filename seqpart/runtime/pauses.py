@@ -119,11 +119,11 @@ class Pauses:
 
     def __init__(
         self, chain: Sequence[Block], costs: Sequence[BlockCost], optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
-        kept: LoopState, counts: Callable[[], bool] = bool, late: Mapping[str, int] = {},
+        kept: LoopState, counts: Callable[[], bool] = bool, late: Mapping[str, int] = {}, model: object = (),
     ) -> None:  # fmt: skip
-        """optimizers: those of the last visits of partitions that the user's code may still hold. counts: true once each of
-        several partitions has an optimizer that has counted updates of its own. late: {name of a parameter that is frozen at
-        first: number of updates before it learns}."""
+        """model: the one, or the list of modules, that the user gave. optimizers: those of the last visits of partitions that
+        the user's code may still hold. counts: true once each of several partitions has an optimizer that has counted updates
+        of its own. late: {name of a parameter that is frozen at first: number of updates before it learns}."""
         self._optimizers, self._since, self._counts, self.replans = optimizers, kept.learns, counts, False
         """replans: true if there may be another plan, with room for more trainable parameters."""
         self._in_parts = isinstance(chain, JointChain)
@@ -137,8 +137,10 @@ class Pauses:
         """True if the set of trainable parameters differs from that of the last update."""
         self._blocks = [(block, cost) for block, cost in zip(chain, costs, strict=True) if block.alive is not None]
         modules = [module for block, _ in self._blocks if block.alive is not None for module in block.alive.modules()]
-        self._held: list[Mapping[str, Any]] = [held for one in modules for held in (one._parameters, one._buffers)]
-        """The parameters, or the buffers, of each module by name."""
+        parts = [one for one in (model if isinstance(model, list | tuple) else (model,)) if isinstance(one, nn.Module)]
+        every = [module for part in parts for module in part.modules()]
+        self._held: list[Mapping[str, Any]] = [held for one in every for held in (one._parameters, one._buffers, one._modules)]
+        """The parameters, the buffers, or the modules in each module by name."""
         self._modules = [one for one in modules if type(one).train is nn.Module.train and not stays(one)]
         """Modules that are in training mode, or in evaluation, all together."""
         self._own: list[_Own] = []
@@ -199,7 +201,7 @@ class Pauses:
         """A context in which the user's code runs. Raises ModelError if it unfroze parameters that the plan has no room for, or
         changed the mode of some modules."""
         before, modes = [own.parameter.requires_grad for own in self._own], [one.training for one in self._modules]
-        tensors = [(held, name, tensor) for held in self._held for name, tensor in held.items()]
+        parts = [(held, name, part) for held in self._held for name, part in held.items()]
         for own in self._own:
             own.parameter.requires_grad_(own.learns)
         away, options = [*self._taken()], [(one, _options(one)) for one in self._optimizers()]
@@ -210,10 +212,11 @@ class Pauses:
                 self._obey(self._given_back(away, before))  # a run that goes on after the error must know it
             raise
         wanted = self._given_back(away, before)
-        for held, name, tensor in tensors:
-            if held.get(name) is not tensor:
+        for held, name, part in parts:
+            if held.get(name) is not part:
+                kind = "module" if isinstance(part, nn.Module) else "tensor"
                 raise ModelError(
-                    f"another tensor was put in the place of {name!r} during a run, which trains the one that the model came "
+                    f"another {kind} was put in the place of {name!r} during a run, which trains the one that the model came "
                     "with. Change the model before the run, or end a session, and begin another."
                 )
         now = [one.training for one in self._modules]

@@ -94,7 +94,9 @@ class Run:
         self.reader_thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
         kept = before.loop if before is not None else LoopState(frozen=[*planner.late], learns=[*planner.late])
-        self.pauses = Pauses(prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_own, planner.late)
+        self.pauses = Pauses(
+            prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_own, planner.late, planner.model
+        )
         self.watch = Watch(self._observer, self.settings, sampler, kept, self.pauses.pause)
         self.heard = self.watch.heard(len(prepared.plan.partitions), planner.test.sets)
         self.homes = WeightStore(planner, prepared, self.scratch, reporter, self._explaining_memory, stack)

@@ -432,16 +432,24 @@ def test_options_of_an_optimizer_that_are_changed_are_refused(way, method, tmp_p
         trained(net(), method, way, touch, tmp_path, optimizer=build)
 
 
-@pytest.mark.parametrize(("method", "assigned"), in_turn(["full", "streamed"], [True, False]))
-def test_a_tensor_that_is_put_in_the_place_of_another_is_refused(method, assigned):
-    """`full` trained it, and `streamed` neither it nor the other."""
+@pytest.mark.parametrize(
+    ("method", "place"), in_turn(["full", "streamed"], ["all tensors", "a tensor", "a module", "a module of the model itself"])
+)
+def test_a_tensor_or_a_module_that_is_put_in_the_place_of_another_is_refused(method, place):
+    """`full` trained a new tensor, `streamed` neither it nor the other; a new module was left out of the run."""
     model = net()
     values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with trainer(model, method).session(BATCHES[0]) as session:
         session.step(BATCHES[0])
-        if assigned:
+        if place == "all tensors":
             model.load_state_dict(values, assign=True)
-        else:
+        elif place == "a tensor":
             model.b.bias = nn.Parameter(torch.ones(16))
-        with pytest.raises(ModelError, match=r"another tensor was put in the place of '(weight|bias|scale)' during a run"):
+        elif place == "a module":
+            model.b.extra = nn.Identity()
+            session.step(BATCHES[0])  # the run knows nothing of it, and needs nothing of it
+            model.b.extra = nn.Tanh()
+        else:
+            model.b = nn.Linear(16, 16)
+        with pytest.raises(ModelError, match=r"another (tensor|module) was put in the place of '\w+' during a run"):
             session.step(BATCHES[1])
