@@ -1,5 +1,6 @@
 """Runs a model once on fake tensors, and records its calls."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -55,6 +56,16 @@ class Inside(Exception):
         self.module, self.path, self.where, self.why = module, path, where, why
 
 
+def without_padding(x: torch.Tensor, mask: torch.Tensor, training: bool) -> torch.Tensor:
+    """Sets padding to 0 in evaluation if it is at the end of every row, as nn.TransformerEncoder does, which makes nested
+    tensors then. x: (rows, positions, width). mask: (rows, positions), 0 where there is no padding."""
+    if training or torch.is_autocast_enabled():  # on a GPU, as torch asks too
+        return x
+    kept = mask == 0
+    at_the_end = (kept.int().cummin(1)[0] == kept).all()
+    return x.masked_fill((at_the_end & ~kept)[..., None], 0.0)
+
+
 class Recorder(TorchFunctionMode):
     """A context in which calls of `blocks` ({module: path}), and torch functions outside of them, are recorded as ops.
 
@@ -82,6 +93,8 @@ class Recorder(TorchFunctionMode):
         self._again, self._row, self._hidden = again, row, HiddenPaths(names)
         self._count, self._inside, self._attention = 0, 0, tuple(_cur_sdpa_kernel_backends())
         self._stack: list[nn.Module] = []
+        self._zeroes = set[nn.Module]()
+        """Layers after which an nn.TransformerEncoder sets padding to 0 in evaluation."""
 
     def number(self, tensor: torch.Tensor) -> int:
         """Gives a new number to a tensor that was made, or changed."""
@@ -145,6 +158,14 @@ class Recorder(TorchFunctionMode):
     def _call(self, before: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._inside:
             return before(module, *args, **kwargs)
+        found = self._called(before, module, args, kwargs)
+        if module not in self._zeroes:
+            return found
+        self._zeroes.remove(module)
+        given = (found, kwargs["src_key_padding_mask"], module.training)
+        return self._record(without_padding, lambda: without_padding(*given), given, {})
+
+    def _called(self, before: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module in self._blocks:
             if why := self._layers.why_not(module):
                 raise self.failed(RuntimeError(why), self._blocks[module])
@@ -165,6 +186,10 @@ class Recorder(TorchFunctionMode):
         self._stack.append(module)
         if module._backward_hooks or module._backward_pre_hooks:
             raise self.failed(RuntimeError("its hooks on gradients would be left out"))
+        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor and torch.backends.mha.get_fastpath_enabled():
+            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            if given.get("src_key_padding_mask") is not None and given.get("mask") is None:
+                self._zeroes.add(module.layers[-1])
         found = before(module, *args, **kwargs)  # if it fails, the stack has the module
         self._stack.pop()
         return found

@@ -6,7 +6,7 @@ from torch import nn
 
 from seqpart.capture.capture import chain_of
 from tests import hard_models as models
-from tests.replay import ROWS, assert_same_as_whole
+from tests.replay import ROWS, assert_same_as_whole, replayed
 
 FLOAT, LONG = torch.float32, torch.long
 SMALL = {
@@ -52,3 +52,25 @@ def test_what_a_cut_would_change_stays_one_block(make, said):
     model, shape = make(), (8,) if said.startswith("changed") else (4,)
     assert said in chain_of(model, shape, FLOAT).whole_parts[0]
     assert_same_as_whole(model, torch.randn(ROWS, *shape), 1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("lengths", [(7, 4, 2), (7, 7, 7)])
+@pytest.mark.parametrize("first", [False, True])
+def test_padding_is_zero_in_evaluation_where_an_encoder_of_torch_makes_it_so(final, lengths, first):
+    """Without gradients, and only where no padding comes first, it packs rows in nested tensors: what was padding is 0 then,
+    and means over all positions are others than in training. Cut into blocks it did not."""
+    torch.manual_seed(0)
+    model, rows = models.Padded(final=final), torch.randint(1, 50, (ROWS, 7))
+    for row, length in zip(rows, lengths, strict=True):
+        row[length:] = 0
+    rows = rows.flip(1) if first else rows
+    chain = chain_of(model, (7,), LONG)
+    assert len(chain) == 6 + 2 * final
+    for training in (True, False):
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            expected = model(rows)
+            assert torch.allclose(replayed(chain, rows, training=training)[0], expected, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(model.eval()(rows), expected, atol=1e-4) == (first or lengths[-1] == 7)  # gradients: none is 0
