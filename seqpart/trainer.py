@@ -448,7 +448,8 @@ class Trainer:
         The method is an exact one, whose step is bit-identical to a plain loop's. The plan is for these steps and
         `session.evaluate`. Memory that the loop itself holds counts against the limit; the plan knows only what it held before.
         `session.state_dict()` and `session.export(FILE)` give the current weights; modules passed built have them after
-        the `with` block. `session.save()` saves a checkpoint in `output_dir`; it does not know what your loop has read.
+        the `with` block, also if an error of your loop left it. `session.save()` saves a checkpoint in `output_dir`; it does
+        not know what your loop has read.
 
         Raises what `fit` raises; OptionError for settings that only `fit` uses.
         """
@@ -490,7 +491,11 @@ class Trainer:
             with run.limited(rows=False), closing(loop):
                 loop.begin(run)
                 opening.close()  # the loop draws the caller's random numbers
-                yield loop
+                try:
+                    yield loop
+                except BaseException as error:
+                    loop.finish_after(error)
+                    raise
                 loop.finish()
             reporter.proof(run.proof())
 

@@ -146,7 +146,11 @@ class Compute:
             return self._sink.append(found := {self._row_packs[p].judged: ideal}, found.__getitem__)  # nothing goes past it
 
     def _judged(self, p: int, given: Pack) -> torch.Tensor:
-        return given[self._row_packs[p].judged]
+        """Returns the output that the loss takes, (rows, ...), also of one row, where squeeze() leaves out that dimension."""
+        pack = self._row_packs[p]
+        shape = next((column.shape for column in pack.columns if column.number == pack.judged), pack.layout.shape)
+        output = given[pack.judged]
+        return output if output.dim() > len(shape) else output[None]
 
     def _write(self, given: Pack, batch: Batch | None) -> int:
         if self._sink is None:

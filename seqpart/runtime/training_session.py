@@ -369,6 +369,13 @@ class TrainingSession:
             self._session.homes.give_back()
             self._ended = True
 
+    def finish_after(self, error: BaseException) -> None:
+        """Ends a loop that was left by an error, as `finish` does, or notes in the error that the weights are lost."""
+        try:
+            self.finish()
+        except Exception:
+            error.add_note("Modules passed to the session have the weights from before it.")
+
     def close(self) -> None:
         """Closes the session, however it ended."""
         self._ended = True

@@ -257,3 +257,35 @@ def test_one_row_through_weights_behind_odd_tensors_has_the_bits_of_a_plain_loop
         torch.set_num_threads(threads)
     found = model.state_dict()
     assert {name for name, tensor in plain.state_dict().items() if not torch.equal(found[name], tensor)} == set()
+
+
+class Squeezed(nn.Module):
+    """Its output has no dimension of rows where there is one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self.layers(x).squeeze()
+
+
+@pytest.mark.parametrize(("method", "batch", "micro"), [("full", 4, 4), ("checkpointed", 3, 1), ("streamed", 1, 1)])
+def test_a_model_that_squeezes_its_output_trains_on_batches_that_end_in_one_row(method, batch, micro, tmp_path):
+    """It ended in the midst of the run: len() of a tensor without dimensions."""
+    torch.manual_seed(0)
+    x, y, model = torch.randn(13, 6), torch.randn(13), Squeezed()
+    expected = Squeezed()
+    expected.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for rows in torch.arange(13).split(batch):
+        for part in rows.split(micro):
+            (F.mse_loss(expected(x[part]).reshape(-1), y[part]) * (len(part) / len(rows))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    result = Trainer(
+        model, nn.MSELoss(), lambda parameters: torch.optim.SGD(parameters, lr=0.1), mem_limit="1GB", method=method, epochs=1,
+        batch_size=batch, micro_batch_size=micro, shuffle=False, quiet=True, output_dir=tmp_path / "run", save_every="never",
+    ).fit((x, y), (x, y))  # fmt: skip
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+    assert result.test_loss == pytest.approx(F.mse_loss(expected(x), y).item())

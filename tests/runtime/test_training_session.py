@@ -126,17 +126,18 @@ def test_a_step_is_predicted_to_take_what_an_update_of_an_epoch_takes(options, t
     assert predicted == pytest.approx(expected, rel=0.1, abs=0.1), "blocks are timed, and a busy machine takes longer"
 
 
-def test_modules_given_alive_have_the_trained_weights_behind_the_loop_and_theirs_behind_an_error(tmp_path):
+def test_modules_given_alive_have_the_trained_weights_behind_the_loop_also_behind_an_error(tmp_path):
+    """An error of the loop itself gave them their weights from before it, and nothing said so."""
     model, batches = alive(), list(loader())
     with trainer(tmp_path, model).session(data()) as session:
         for batch in batches:
             session.step(batch)
     assert same(model.state_dict(), plainly(batches)[1])
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model = alive()
     with pytest.raises(ZeroDivisionError), trainer(tmp_path, model).session(data()) as session:
         session.step(batches[0])
         raise ZeroDivisionError
-    assert same(model.state_dict(), before) and files(tmp_path) == []
+    assert same(model.state_dict(), plainly(batches[:1])[1]) and files(tmp_path) == []
 
 
 def test_learning_rates_follow_a_schedule_where_the_number_of_updates_is_known(tmp_path):
@@ -331,6 +332,17 @@ def test_a_signal_waits_for_the_end_of_the_step_and_leaves_the_session_as_it_is(
         session.step(batches[2])
         last = session.state_dict()
     assert same(found, plainly(batches[:2])[1]) and same(last, plainly(batches[:3])[1])
+
+
+def test_an_error_that_ended_the_session_says_that_the_weights_are_those_from_before_it(tmp_path, signalled):
+    model, batches = alive(), list(loader())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(KeyboardInterrupt) as stopped, trainer(tmp_path, model).session(data()) as session:
+        session.step(batches[0])
+        signalled(signal.SIGINT, signal.SIGINT)
+        session.step(batches[1])
+    assert stopped.value.__notes__ == ["Modules passed to the session have the weights from before it."]
+    assert same(model.state_dict(), before) and files(tmp_path) == []
 
 
 def test_a_second_signal_ends_the_step_at_once_and_the_session_with_it(tmp_path, signalled):
