@@ -217,13 +217,13 @@ def refuse_memory(
     now = remembered(modules)
     changed = [key for key, value in now.items() if key not in before or before[key] != value]
     for module, name in changed:
-        tensor = vars(module)[name]
+        tensor = getattr(module, name)
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             why = "which has gradients that would be lost: return it too, as a part of the output"
             raise failed(module, f"it keeps {name} beside what it returns, {why}")
     if not changed:
         return
-    alive = [vars(module)[name] for module, name in changed]  # so that no identity is used again
+    alive = [getattr(module, name) for module, name in changed]  # so that no identity is used again
     again()
     later = remembered(modules)
     del alive

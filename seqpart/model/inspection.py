@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import torch
@@ -220,16 +220,14 @@ def _plain(value: object) -> bool:
 
 def _shallow(value: object) -> object:
     """Returns a shallow copy of a container, in which a module may keep what it made; anything else unchanged."""
-    return copy.copy(value) if type(value) in (dict, OrderedDict, list, set) else value
+    return copy.copy(value) if type(value) in (dict, OrderedDict, list, set, deque) else value
 
 
 def _put_back(value: Any, content: Any) -> object:
     """Puts the content that `_shallow` kept back into the same container, which handles of hooks refer to."""
-    if type(value) is list:
-        value[:] = content
-    elif value is not content:
+    if value is not content:
         value.clear()
-        value.update(content)
+        (value.extend if type(value) in (list, deque) else value.update)(content)
     return value
 
 
@@ -297,13 +295,17 @@ def listed(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[No
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every nn.Module has."""
 Remembered = Mapping[tuple[nn.Module, str], object]
-_SHORT = 32
+_MOST, _DEEP = 1000, 3
+"""Most values of an attribute that are compared, and how deep in objects that it holds."""
 
 
 def remembered(modules: Iterable[nn.Module]) -> Remembered:
-    """Snapshot of the modules' plain attributes (numbers, tensors with their versions, short lists) and buffer names."""
+    """Snapshot of the modules' plain attributes (numbers, tensors with their versions, containers, the state of other objects),
+    of numbers of their classes, and of buffer names."""
     found: dict[tuple[nn.Module, str], object] = {}
     for module in modules:
+        for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+            found |= {(module, name): repr(value) for name, value in vars(kind).items() if isinstance(value, int | float)}
         for name, value in vars(module).items():
             if name not in OF_TORCH and not (name == "_flat_weights" and isinstance(module, nn.RNNBase)):  # its parameters
                 found[module, name] = _looks(value)
@@ -334,14 +336,28 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _looks(value: object) -> object:
+def _looks(value: object, deep: int = _DEEP) -> object:
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, list | tuple | dict | deque):
-        return type(value), len(value), tuple(_looks(leaf) for leaf in itertools.islice(_leaves(value), _SHORT))
-    return repr(value) if is_plain(value) else type(value)
+        return type(value), len(value), tuple(_looks(leaf, deep) for leaf in itertools.islice(_leaves(value), _MOST))
+    return repr(value) if is_plain(value) else (type(value), _looks(_state(value), deep - 1) if deep else None)
+
+
+def _state(value: object) -> object:
+    """Returns what pickle would keep of an object, such as a dataclass, an iterator or a random generator; None for those that
+    it does not take, for modules, and for arrays, which it would copy."""
+    if isinstance(value, type | nn.Module | FunctionType | MethodType) or hasattr(value, "__array__"):
+        return None
+    if isinstance(value, GeneratorType):
+        return value.gi_frame and dict(value.gi_frame.f_locals)
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:
+        return None
+    return tuple(list(part) if isinstance(part, Iterator) else part for part in reduced[1:]) if type(reduced) is tuple else None
 
 
 def without_stop(error: Exception, cure: str) -> Exception:
