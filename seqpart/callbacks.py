@@ -97,7 +97,10 @@ Event = BeginEvent | StepEvent | EpochEvent | EvalEvent
 
 
 def callers(callbacks: Sequence[object]) -> dict[str, list[Callable[[Any], object]]]:
-    """Returns the methods to call by name, in the order of `callbacks`. Raises OptionError for an object that has none."""
+    """Returns the methods to call by name, in the order of `callbacks`. Raises OptionError for an object that has none,
+    and for anything but a list."""
+    if not isinstance(callbacks, list | tuple):
+        raise OptionError(f"callbacks: expected a list of objects; found {type(callbacks).__name__}. Give one as [callback].")
     found: dict[str, list[Callable[[Any], object]]] = {name: [] for name in NAMES}
     for callback in callbacks:
         own = {name: method for name in NAMES if callable(method := getattr(callback, name, None))}

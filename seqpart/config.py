@@ -156,7 +156,7 @@ class Loop:
     shuffle: Annotated[bool | Literal["auto"], Note(expected="True, False or auto")] = "auto"
     """Shuffle the training rows in every epoch: yes, no (in Python: True, False), or auto (no for objective mse, as in the
     paper; else yes)."""
-    seed: int = 0
+    seed: Annotated[int, Note(above=-(2**63) - 1, most=2**64 - 1, number="a whole number of 64 bits")] = 0
     """Seed for initial weights, row order, dropout and synthetic labels."""
 
     @property

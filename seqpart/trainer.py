@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 from seqpart.arguments import refuse_no_loss, refuse_no_modules, refuse_optimizer, refuse_options_beside
+from seqpart.callbacks import callers
 from seqpart.checkpoint.resume import ResumePoint, refuse_unlike_ranks, resume_point_of
 from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
@@ -25,7 +26,7 @@ from seqpart.device.ranks import begun_before, leads, leaving_on_error, per_mach
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import MemoryUsage, highest
 from seqpart.errors import DoesNotFit, Interrupted, OptionError
-from seqpart.fields import values_of
+from seqpart.fields import checked_value, values_of
 from seqpart.intake import largest_batch, rows_of, rows_of_a_window, rows_to_evaluate
 from seqpart.interrupts import like_ctrl_c
 from seqpart.methods.exact import EVALUATION
@@ -296,7 +297,8 @@ class Trainer:
         """
         if self._steps is not None:
             raise OptionError("fit: expected one loss; found one for each step of a session. Make the steps in `session`.")
-        resume = resume or begun_before(self.settings.output_dir)
+        callers(callbacks)  # raises what is wrong with them, before anything is planned
+        resume = checked_value("resume", resume, Path | None) or begun_before(self.settings.output_dir)
         with leaving_on_error(), ExitStack() as stack:
             trainer = self if leads() else self._follower(stack)
             while True:
@@ -329,7 +331,7 @@ class Trainer:
         return result
 
     def _fit(
-        self, train: object, test: object, reuse: Plan | None, resume: str | Path | None, reporter: Reporter | None,
+        self, train: object, test: object, reuse: Plan | None, resume: Path | None, reporter: Reporter | None,
         job: dict[str, Any] | None, before_update: BeforeUpdate | None, callbacks: Sequence[object],
         compute_metrics: ComputeMetrics,
     ) -> Result:  # fmt: skip
@@ -359,7 +361,7 @@ class Trainer:
                 if method.alone and not method.trains_independently(self.settings):
                     refuse_ranks("resuming a run of sil, whose rows between partitions one process has,", "Start one.")
                 restarted = begun_before(self.settings.output_dir) is not None
-                resumed = resume_point_of(Path(resume).absolute(), self.settings, restarted=restarted)
+                resumed = resume_point_of(resume.absolute(), self.settings, restarted=restarted)
             kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
             stack.enter_context(translate_oom(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
@@ -455,7 +457,7 @@ class Trainer:
         """
         refuse_ranks("a loop of your own", "Start one, or take `fit`.")
         with ExitStack() as stack:
-            asked, at = self.settings, None if resume is None else Path(resume).absolute()
+            asked, at = self.settings, None if resume is None else checked_value("resume", resume, Path).absolute()
             asked = asked if at is None else replace(asked, output_dir=at if at.is_dir() else at.parent)
             beside = asked.output_dir.parent if asked.output_dir is not None else Path("runs")
             folder = stack.enter_context(own_folder(asked.offload_dir or beside, "session-"))

@@ -8,7 +8,6 @@ one process that accumulates W; a ring's sum has not.
 import atexit
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -140,7 +139,7 @@ class Group(Ranks):
         except Exception as error:
             if self.leads and self._to_broadcast:
                 self.broadcast(error if isinstance(error, SeqpartError) else OtherRank(f"rank 0 ended: {error!r}."))
-                _SHARED.add(error)
+                setattr(error, _SHARED, True)
             raise
 
     def broadcast(self, value: object) -> None:
@@ -154,7 +153,7 @@ class Group(Ranks):
         with self._others_heard():
             dist.broadcast_object_list(found, group=self._words)
         if isinstance(error := found[0], Exception):
-            _SHARED.add(error)
+            setattr(error, _SHARED, True)
             raise error
         return found[0]
 
@@ -357,13 +356,13 @@ def leads() -> bool:
     return not started_by_torchrun() or int(os.environ["RANK"]) == 0
 
 
-_SHARED = weakref.WeakSet[BaseException]()
-"""Errors of the first rank that it has told the others."""
+_SHARED = "_is_of_first_rank"
+"""Attribute of errors of the first rank that it has told the others."""
 
 
 def is_of_first_rank(error: BaseException) -> bool:
     """True for an error that the first rank has printed, or will print."""
-    return not leads() and (error in _SHARED or isinstance(error, KeyboardInterrupt))
+    return not leads() and (hasattr(error, _SHARED) or isinstance(error, KeyboardInterrupt))
 
 
 @contextmanager
@@ -372,7 +371,7 @@ def leaving_on_error() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if error not in _SHARED:
+        if not hasattr(error, _SHARED):
             for kind in list(_GROUPS):
                 _GROUPS.pop(kind).leave()
         raise

@@ -314,6 +314,11 @@ def refuse_without_values(modules: Mapping[str, nn.Module]) -> None:
                     f"{name}.{own} is a {type(tensor).__name__} of quantized weights, which has scales beside its numbers that "
                     "cannot be stored. Give the network unquantized, in bfloat16 where memory or disk are short."
                 )
+            if not is_lazy(tensor) and tensor.layout != torch.strided:
+                raise ModelError(
+                    f"{name}.{own} is sparse ({tensor.layout}), and weights and buffers are stored dense. Give its "
+                    "to_dense(), or keep it in a plain attribute (self.x = ...), where it stays in memory."
+                )
     if problems := [text for name, module in modules.items() for text in _without_values(module, name)]:
         raise _unusable(problems)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import swap_tensors
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
@@ -205,7 +206,7 @@ def refuse_inference(model: object) -> None:
     """Raises ModelError for weights that were made in inference mode, which autograd does not take."""
     for module in modules_of(model):
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_inference():
+            if parameter is not None and not is_lazy(parameter) and parameter.is_inference():
                 raise ModelError(
                     f"{name} of a {type(module).__name__} was made inside torch.inference_mode(), and cannot learn. Build or "
                     "load the model outside of it."

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from seqpart.device.compiler import back_propagate, without_symbols
@@ -279,6 +280,8 @@ class Trials:
                 if self._device.is_out_of_memory(error) and fewer > 1:
                     fewer = -(-fewer // 2)
                     continue
+                if isinstance(error, ModelError):
+                    raise
                 reason = first_line(error)
                 if _NO_KERNEL in reason:
                     cure = f" under autocast of {self._autocast}: give --dtype fp32" if self._autocast else ""
@@ -286,10 +289,12 @@ class Trials:
                 self.new_notes.append(f"{block} could not be run alone, so its memory is counted and not measured: {reason}")
                 return Excess()
             if remembers:
+                names = ", ".join(sorted(changed))
+                place = f"an attribute ({names})" if names else "a closure, a global, an array or a generator"
                 raise ModelError(
-                    f"{block} gives other outputs for the same rows when it is called again: it keeps state in an attribute "
-                    f"({', '.join(sorted(changed))}), which is in no checkpoint, and changes once more where the block is "
-                    "recomputed. Make it a buffer (register_buffer) in __init__."
+                    f"{block} gives other outputs for the same rows when it is called again: it keeps state in {place}, which "
+                    "is in no checkpoint, and changes once more where the block is recomputed. Make it a buffer "
+                    "(register_buffer) in __init__."
                 )
             return found.times(-(-rows // fewer))
 
@@ -329,7 +334,8 @@ class Trials:
 
     def _once(self, number: int, rows: int) -> tuple[Excess, set[str]]:
         """Runs two micro-batches, the first to warm up; the second adds to gradients that exist, and is timed again if it is
-        short; then one without a graph. Returns the excess, and names of attributes that changed."""
+        short; then one without a graph. Returns the excess, and names of attributes that changed; "" where none did, and
+        outputs were others nevertheless."""
         self._begun = self._meter.now()
         module, tensors = real_module(self._chain[number], self._device.torch)
         cost, xs = self._costs_at(rows)[number], self._rows(number, rows)
@@ -337,10 +343,11 @@ class Trials:
             module.train()
             before = remembered(module.modules())
             self._train(module, tensors, xs, number)
+            sums = self._sums
             kept = self._kept(module, tensors, xs, number) if _has(module, nn.RNNBase) else 0
             faults = page_faults()
             seen = self._train(module, tensors, xs, number)
-            faults = page_faults() - faults
+            faults, differs = page_faults() - faults, self._sums != sums
             seconds = seen.forward_seconds, seen.backward_seconds
             if sum(seconds) < _SHORT:  # anything else that runs for a moment would be taken for its own time
                 again = self._train(module, tensors, xs, number)
@@ -364,7 +371,8 @@ class Trials:
             backward=max(0, seen.backward - cost.accumulate_peak), inference=max(0, inference - cost.inference_peak),
             forward_seconds=seconds[0], backward_seconds=seconds[1], kept_seconds=kept_seconds,
         )  # fmt: skip
-        return found, {name for (part, name), value in now.items() if before.get((part, name)) != value}
+        changed = {name for (part, name), value in now.items() if before.get((part, name)) != value}
+        return found, changed or ({""} if differs else set())
 
     def _kept(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor], number: int) -> int:
         """Bytes of the storages that autograd saves, each rounded up to cache lines as in an offloaded graph
@@ -392,11 +400,13 @@ class Trials:
     def _train(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor], number: int) -> Excess:
         """Runs one micro-batch; returns all bytes that it took, measured as in profile/blocks.py, and the seconds."""
         entering = [x.clone() for x in xs]  # inside a chain a block's input is no leaf
+        torch.manual_seed(0)
         self._reservations.restart()
         held, began = self._meter.restart(), self._now()
         ys = self._forward(module, tensors, entering, number)
         forward_seconds = self._now() - began
         forward, saved = self._most() - held, self._meter.now() - held
+        self._sums = [repr(y.detach().sum()) for y in ys]
         roots = [y for y in ys if y.requires_grad]
         if not roots:
             return Excess(forward=forward, saved=saved, forward_seconds=forward_seconds)
@@ -428,7 +438,13 @@ class Trials:
         self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor], number: int
     ) -> tuple[torch.Tensor, ...]:
         with without_symbols(), self._device.autocast(self._autocast), self._chain[number].compiled(module):
-            return run_fake(module, tensors, *xs)
+            found = run_fake(module, tensors, *xs)
+        if any(isinstance(one, FakeTensor) for one in found):
+            raise ModelError(
+                f"{self._chain[number]} computes with a tensor that it made when it was recorded, without values, and kept in "
+                "a global or a closure. No checkpoint has that: make it a buffer (register_buffer) in __init__."
+            )
+        return found
 
 
 def _alike(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

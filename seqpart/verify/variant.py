@@ -263,14 +263,20 @@ def _filled(session: Run, model: object) -> tuple[nn.Module, dict[int, dict[str,
     """Returns a copy of the model with the run's initial weights, and its tensors by block and name."""
     chain = session.prepared.chain
     plain: Any
+    copies = dict[int, Any]()
     try:
         if isinstance(model, list | tuple):
-            plain = nn.Sequential(*(copy.deepcopy(b.alive) if b.alive is not None else b.another() for b in chain))
+            plain = nn.Sequential(*(copy.deepcopy(b.alive, copies) if b.alive is not None else b.another() for b in chain))
         else:
-            plain = copy.deepcopy(model)
+            plain = copy.deepcopy(model, copies)
     except Exception as error:
         raise Unlike(f"the model cannot be copied: {type(error).__name__}: {error}") from None
     assert isinstance(plain, nn.Module)
+    for parameter in (parameter for block in chain if block.alive is not None for parameter in block.alive.parameters()):
+        for hook in (parameter._backward_hooks or {}).values():  # which a copy does not have
+            copies[id(parameter)].register_hook(hook)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            copies[id(parameter)].register_post_accumulate_grad_hook(hook)
     own = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers(remove_duplicate=False))}
     found: dict[int, dict[str, torch.Tensor]] = {}
     store = session.homes.store

@@ -246,7 +246,7 @@ def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[...
     """
     micro_batch, starts = limited.prepared.plan.partitions[0].micro_batch, limited.prepared.plan.starts
     narrow = limited.planner.settings.autocast is not None
-    close, alike = _CLOSE_NARROW if narrow else _CLOSE, []
+    (closest, close), alike = _CLOSE_NARROW if narrow else _CLOSE, []
     for size in sorted({micro_batch // 2, micro_batch // 4} - {0}, reverse=True):
         digests = Digests(first.steps)
         try:
@@ -255,7 +255,7 @@ def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[...
             return f"; micro-batches of {size} are not compared, since the model does not take them: {error.with_flags}"
         other.run(digests, reporter)
         pairs = list(zip(first.losses, digests.losses, strict=True))
-        if not _near(*pairs[0], close):
+        if not _near(*pairs[0], closest):
             return (
                 f"; micro-batches of {size} are not compared: a block takes statistics of a micro-batch (BatchNorm), or draws "
                 f"random numbers for it (Dropout): the first loss is {pairs[0][1]:.6g} instead of {pairs[0][0]:.6g}"
@@ -273,8 +273,9 @@ def _other_micro_batches(limited: Variant, first: Digests, variant: Callable[...
     return f"; micro-batches of {' and '.join(alike)} give the same losses within {close:g} (sums are added in another order)"
 
 
-_CLOSE, _CLOSE_NARROW, _CLOSE_EVALUATION = 1e-3, 5e-2, 1e-4
-"""Tolerances of losses. Updates amplify rounding; bfloat16 rounds at 4e-3; an evaluation starts from equal weights."""
+_CLOSE, _CLOSE_NARROW, _CLOSE_EVALUATION = (1e-5, 1e-3), (5e-3, 5e-2), 1e-4
+"""Tolerances of losses, of the first and of later ones. Updates amplify rounding; bfloat16 rounds at 4e-3; an evaluation starts
+from equal weights."""
 
 
 def _near(one: float, other: float, close: float) -> bool:

@@ -147,6 +147,15 @@ class Keeps(Layer):
         return self.linear(x) * (1 + 0.1 * self.used(self.state))
 
 
+class Calling(Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
 class CountsInItsClass(Layer):
     calls = 0
 
@@ -219,6 +228,38 @@ def test_a_layer_whose_outputs_hang_on_an_attribute_that_it_changes_is_refused_b
         ModelError, match=rf"gives other outputs for the same rows .* in an attribute \({name}\).*register_buffer"
     ):
         trained(kind, tmp_path, method)
+
+
+def elsewhere():
+    """Functions that go on from a state in their closures."""
+    numbers, calls, chance, first = np.zeros(1), [], torch.Generator().manual_seed(0), []
+
+    def of_an_array(x):
+        numbers[0] += 1
+        return x * (1 + 0.01 * float(numbers[0]))
+
+    def of_a_list(x):
+        calls.append(0)
+        return x * (1 + 0.01 * len(calls))
+
+    def of_a_generator(x):
+        return x + torch.rand(8, generator=chance)
+
+    def of_first_rows(x):
+        first.append(x.detach().mean(0))
+        return x - first[0]
+
+    return [of_an_array, of_a_list, of_a_generator, of_first_rows]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize(("method", "number"), [("full", 0), ("streamed", 1), ("streamed", 2), ("checkpointed", 3)])
+@pytest.mark.few(2)
+def test_a_layer_whose_outputs_hang_on_what_its_function_keeps_elsewhere_is_refused(method, number, tmp_path):
+    """It trained to other weights than a plain loop, in silence, or ended in a traceback of torch."""
+    found = "it keeps state in a closure, a global, an array or a generator" if number < 3 else "kept in a global or a closure"
+    with pytest.raises(ModelError, match=rf"block 0 .*{found}.*register_buffer"):
+        trained(lambda: Calling(elsewhere()[number]), tmp_path, method)
 
 
 @pytest.mark.parametrize("method", ["full", "streamed", "checkpointed"])

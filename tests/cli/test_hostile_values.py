@@ -40,7 +40,7 @@ PLANNED = [
     "--epochs 200000000 --partitions 2 --test-every 1 --recovery-epochs 200000000 --warmup-updates 999999",
     "--epochs 200000000 --method streamed --partitions 3 --test-every 7",
     "--batch-size 999999999",
-    "--seed 99999999999999999999999",
+    "--seed 18446744073709551615",
     "--seed -1",
     "--save-every 99999999999999999999",
     "--test-every 99999999999999999999",

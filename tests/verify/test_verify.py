@@ -32,19 +32,30 @@ def no_further_runs(monkeypatch):
     monkeypatch.setattr(verification, "_other_micro_batches", lambda *_: "")
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale(), None
+
+
 class Meddling(nn.Module):
-    """Scales what it gives by a number that torch does not know of."""
+    """Scales gradients by a number that torch does not know of; of outputs a plan would notice it."""
 
     def __init__(self, scale):
         super().__init__()
         self.linear, self.scale = nn.Linear(8, 8), scale
 
     def forward(self, x):
-        return self.linear(x) * (self.scale() if self.training else 1.0)
+        return Scaled.apply(self.linear(x), self.scale)
 
 
 class Calls:
-    """1, 1/2, 1/3 ...: a forward pass that is done again gives something else."""
+    """1, 1/2, 1/3 ...: a pass that is done again gives something else."""
 
     count = 0
 
@@ -313,13 +324,15 @@ def test_the_command_prints_each_run_and_the_proof(monkeypatch, capsys, tmp_path
 def test_the_command_ends_with_5_where_the_two_ways_differ(monkeypatch, capsys, tmp_path):
     write_own(tmp_path, "verified_models")
     with open(tmp_path / "verified_models.py", "a") as file:
-        file.write("import random\nclass Noisy(nn.Linear):\n    def forward(self, x):\n")
-        file.write("        return super().forward(x) * (random.random() if type(x) is torch.Tensor else 1.0)\n")
+        file.write("calls = []\nclass Noisy(nn.Linear):\n    def forward(self, x):\n")
+        file.write("        y = super().forward(x)\n")
+        file.write("        if y.requires_grad: y.register_hook(lambda gradient: calls.append(0) or gradient / len(calls))\n")
+        file.write("        return y\n")
         file.write("def noisy(): return chain(middle=Noisy(32, 32))\n")
     monkeypatch.syspath_prepend(tmp_path)
     code, _, err = command(monkeypatch, capsys, "--model", "verified_models:noisy", *SMALL)
     assert code == 5
-    assert "VerifyMismatch: streamed and full differ, first in the loss in update 1 of 1" in err
+    assert "VerifyMismatch: streamed and full differ, first in " in err
     assert "Traceback" not in err
 
 
@@ -400,6 +413,24 @@ def test_evaluations_are_compared_too():
         check(model, numbers(8), partitions=2)
 
 
+def test_first_losses_that_are_close_by_chance_do_not_make_statistics_a_mismatch():
+    """Within 1e-3 they were taken for equal, and the second loss for a wrong weight."""
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), Small(), nn.Linear(8, 4))
+
+    found = check(model, numbers(8), partitions=2, steps=2, lr=1.0)
+    assert "micro-batches of 2 are not compared: a block takes statistics" in found.divided
+
+
+class Small(nn.Module):
+    """Leaves so little of the difference that the first losses are within 1e-3 of each other."""
+
+    def forward(self, x):
+        return x * 1e-3
+
+
 def test_another_micro_batch_is_not_compared_where_a_block_takes_statistics():
     found = check(*MODELS["batch norm and dropout"], partitions=3, steps=1)
     assert found.cuts == (2, 4)
@@ -442,6 +473,28 @@ def odd_rows():
 def test_a_plain_loop_has_the_same_bits(options):
     found = check(Mixed, odd_rows(), partitions=2, batch_size=16, lr=0.01, epochs=2, **options)
     assert found.unlike == "" and "a plain loop has the same bits" in str(found)
+
+
+def halve(weight):
+    weight.grad.mul_(0.5)
+
+
+def hooked(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 9), nn.ReLU(), nn.Linear(9, 5))
+    if kind == "gradient":
+        model[0].weight.register_hook(lambda gradient: 0.5 * gradient)
+    else:
+        model[0].weight.register_post_accumulate_grad_hook(halve)
+    return model
+
+
+@pytest.mark.usefixtures("no_further_runs")
+@pytest.mark.parametrize("kind", ["gradient", "accumulated"])
+def test_a_plain_loop_has_the_hooks_of_parameters(kind):
+    """A copy of a model has none, so a model that trained as it should was said to differ from a plain loop."""
+    rows = torch.randn(32, 13), torch.arange(32) % 5
+    assert check(lambda: hooked(kind), rows, batch_size=16, epochs=2, partitions=2).unlike == ""
 
 
 GIVEN = {
