@@ -110,6 +110,7 @@ def test_python_values_are_kept_as_the_types_of_their_fields(name, value, kept):
         ("micro_batch_size", 8.0, r"micro_batch_size: expected a whole number; found 8\.0"),
         ("seed", True, "seed: expected a whole number; found True"),
         ("seed", None, "seed: expected a whole number; found None"),
+        ("seed", 2**64, r"seed: expected a whole number of 64 bits, at most 18446744073709551615; found 18446744073709551616"),
         ("weight_decay", "0.1", r"weight_decay: expected a number; found '0\.1'"),
         ("epochs", "5,160", "epochs: expected a number, or a list of them; found '5,160'"),
         ("epochs", [5, "6"], r"epochs: expected a number, or a list of them; found \[5, '6'\]"),

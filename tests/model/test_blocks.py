@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from seqpart import Trainer
 from seqpart.device.device import Device
 from seqpart.device.pages import aligned
 from seqpart.errors import ModelError
@@ -125,6 +126,30 @@ def test_tensors_without_shape_or_values_are_refused_by_name(make, words, wrap):
     """They ended in a traceback, deep inside torch."""
     with pytest.raises(ModelError, match=words):
         as_chain([wrap(make)])[0].fake(FakeTensorMode(allow_non_fake_inputs=True))
+
+
+class Graph(nn.Module):
+    """A layer over a graph, whose edges are a buffer."""
+
+    def __init__(self, edges):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("edges", edges)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: Graph(torch.eye(4).to_sparse()), r"edges is sparse \(torch.sparse_coo\).* to_dense\(\), or keep it in a plain"),
+    (lambda: Graph(torch.eye(4).to_sparse_csr()), r"edges is sparse \(torch.sparse_csr\)"),
+    (lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)), "0.weight of a LazyLinear has no shape before the first rows"),
+])  # fmt: skip
+def test_a_run_refuses_tensors_that_it_cannot_store_in_words(make, words):
+    """Errors of torch about strides, and about parameters without shapes."""
+    with pytest.raises(ModelError, match=words):
+        Trainer(make(), mem_limit="1GB", method="full").plan((torch.randn(8, 3), torch.arange(8) % 2))
 
 
 def test_all_wrong_entries_are_named_at_once():

@@ -194,6 +194,19 @@ def test_what_is_no_callback_is_refused(tmp_path):
         fit(tmp_path, [{}])
 
 
+@pytest.mark.parametrize(("argument", "words"), [
+    ({"callbacks": Stopping(None)}, r"callbacks: expected a list of objects; found Stopping\. Give one as \[callback\]"),
+    ({"callbacks": None}, "callbacks: expected a list of objects; found NoneType"),
+    ({"resume": 5}, "resume: expected a path; found 5"),
+])  # fmt: skip
+def test_arguments_of_fit_of_another_type_are_refused_before_anything_is_planned(argument, words, tmp_path):
+    """They ended in tracebacks, with the model measured and a directory made."""
+    trainer = Trainer(alive(), mem_limit="1GB", method="full", quiet=True, output_dir=tmp_path / "run")
+    with pytest.raises(OptionError, match=words):
+        trainer.fit(data(), **argument)
+    assert not (tmp_path / "run").exists()
+
+
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
