@@ -331,14 +331,60 @@ class Filled(nn.Module):
         return self.c(filled.masked_fill(mask, 0.0))
 
 
-class Padded(nn.Module):
-    """A transformer over words, of which 0 is padding, passed twice; the mean over all positions. final: with a norm."""
+class Graded(nn.Module):
+    """Does something else where nobody wants gradients. asks: what it looks at."""
 
-    def __init__(self, *, final=False):
+    def __init__(self, asks):
+        super().__init__()
+        self.first, self.last, self.asks = nn.Linear(4, 6), nn.Linear(6, 3), asks
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(x if self.asks(x) else x.relu())
+
+
+class Projected(nn.Module):
+    """Projects by numbers that it draws from one seed. scope: context in which it sets the seed."""
+
+    def __init__(self, scope):
+        super().__init__()
+        self.first, self.last, self.scope = nn.Linear(4, 6), nn.Linear(6, 3), scope
+
+    def forward(self, x):
+        x = self.first(x)
+        with self.scope():
+            torch.manual_seed(3)
+            drawn = torch.randn(6, 6)
+        return self.last(x @ drawn)
+
+
+class Looped(nn.TransformerEncoder):
+    """Calls the layers itself, and packs nothing."""
+
+    def forward(self, src, src_key_padding_mask=None):
+        for layer in self.layers:
+            src = layer(src, src_key_padding_mask=src_key_padding_mask)
+        return src
+
+
+class Padded(nn.Module):
+    """A transformer over words, of which 0 is padding, passed twice; the mean over all positions. final: with a norm. kind: of
+    encoder. shared: all of its layers are one. evaluates: it stays in evaluation mode. frozen: it and words do not learn."""
+
+    def __init__(self, *, final=False, kind=nn.TransformerEncoder, shared=False, evaluates=False, frozen=False):
         super().__init__()
         self.words, norm = nn.Embedding(50, 8), nn.LayerNorm(8) if final else None
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2, norm)
-        self.head = nn.Linear(8, 3)
+        self.encoder = kind(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2, norm)
+        self.head, self.evaluates = nn.Linear(8, 3), evaluates
+        if shared:
+            self.encoder.layers = nn.ModuleList([self.encoder.layers[0]] * 2)
+        for part in (self.words, self.encoder) if frozen else ():
+            part.requires_grad_(False)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.encoder.train(mode and not self.evaluates)
+        return self
 
     def forward(self, x):
         x, padding = self.words(x), x == 0

@@ -198,7 +198,7 @@ def _in_mode(asked: _Asked, blocks: Mapping[nn.Module, str], *, training: bool) 
     except Differs as error:
         why = (
             f"it does other things with {_OTHER_ROWS} rows than with {_ROWS}: the calls between its layers must not depend on "
-            "the number of rows, nor on a random number that it draws"
+            "the number of rows, in evaluation on whether gradients are wanted, nor on a random number that it draws"
         )
         raise Inside(why, error.op.where) from None
 
@@ -223,7 +223,8 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
         own_labels = [] if labels is None else [torch.zeros((count, *labels.shape), dtype=labels.dtype)]
         named = {labels.name: own_labels[0]} if labels is not None and labels.name else {}
         stack.enter_context(extremes(largest=count != _ROWS))
-        stack.enter_context(torch.enable_grad())
+        # The second evaluation is without gradients, as in a run: code that asks for them shows by doing other things.
+        stack.enter_context(torch.set_grad_enabled(training or count == _ROWS))
         stack.enter_context(torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False))
         inside = {part for block in blocks for part in block.modules()}
         outside = [part for part in model.modules() if part not in inside]
@@ -237,7 +238,9 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
             return {"loss": labels.loss(logits, own_labels[0]), "logits": logits}
 
         def ran(*, again: bool = False) -> tuple[Recorder, Any]:
-            recorder = Recorder(blocks, paths, names, autocast, largest=count != _ROWS, again=again, row=asked.row)
+            recorder = Recorder(
+                blocks, paths, names, autocast, training=training, largest=count != _ROWS, again=again, row=asked.row
+            )
             numbers = [recorder.number(tensor) for tensor in (rows, *own_labels)]
             assert numbers == [ROWS, LABELS][: len(numbers)]
             return recorder, _recorded_by(recorder, run)

@@ -46,7 +46,9 @@ def head_of(model: nn.Module, ops: Sequence[Op], judged: int, shapes: Mapping[in
             raise _none("they come from no linear layer")
         taken = [leaf for leaf in leaves((op.args, op.kwargs)) if isinstance(leaf, Ref | torch.Tensor)]
         is_linear = op.function is F.linear and isinstance(op.args[0], Ref)
-        plain = not (op.owned and not is_linear) and not op.changed and not op.rebinds and op.grad
+        plain = (
+            not (op.owned and not is_linear) and not op.changed and not op.rebinds and (op.grad or not torch.is_grad_enabled())
+        )
         if not plain or len(taken) != 1 or not isinstance(taken[0], Ref):
             raise _none(f"they come from {_name(op)}, in {op.where}")
         if op.is_module or is_linear:

@@ -56,10 +56,12 @@ class Inside(Exception):
         self.module, self.path, self.where, self.why = module, path, where, why
 
 
-def without_padding(x: torch.Tensor, mask: torch.Tensor, training: bool) -> torch.Tensor:
-    """Sets padding to 0 in evaluation if it is at the end of every row, as nn.TransformerEncoder does, which makes nested
-    tensors then. x: (rows, positions, width). mask: (rows, positions), 0 where there is no padding."""
-    if training or torch.is_autocast_enabled():  # on a GPU, as torch asks too
+def without_padding(x: torch.Tensor, mask: torch.Tensor, zeroes: bool) -> torch.Tensor:
+    """Sets padding to 0 if it is at the end of every row, as nn.TransformerEncoder does where it makes nested tensors.
+
+    x: (rows, positions, width). mask: (rows, positions), 0 where there is no padding. zeroes: False returns x.
+    """
+    if not zeroes or torch.is_autocast_enabled():  # on a GPU, as torch asks too
         return x
     kept = mask == 0
     at_the_end = (kept.int().cummin(1)[0] == kept).all()
@@ -76,7 +78,7 @@ class Recorder(TorchFunctionMode):
 
     def __init__(
         self, blocks: Mapping[nn.Module, str], paths: Mapping[nn.Module, str], names: Mapping[int, str],
-        autocast: torch.dtype | None = None, *, largest: bool = False, again: bool = False,
+        autocast: torch.dtype | None = None, *, training: bool = True, largest: bool = False, again: bool = False,
         row: Callable[[], torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -93,8 +95,9 @@ class Recorder(TorchFunctionMode):
         self._again, self._row, self._hidden = again, row, HiddenPaths(names)
         self._count, self._inside, self._attention = 0, 0, tuple(_cur_sdpa_kernel_backends())
         self._stack: list[nn.Module] = []
-        self._zeroes = set[nn.Module]()
-        """Layers after which an nn.TransformerEncoder sets padding to 0 in evaluation."""
+        self._training, self._seed = training, torch.initial_seed()
+        self._zeroes = dict[nn.Module, list[bool | None]]()
+        """{last layer of an nn.TransformerEncoder: for each call, the last one first, whether padding becomes 0 after it}."""
 
     def number(self, tensor: torch.Tensor) -> int:
         """Gives a new number to a tensor that was made, or changed."""
@@ -159,10 +162,9 @@ class Recorder(TorchFunctionMode):
         if self._inside:
             return before(module, *args, **kwargs)
         found = self._called(before, module, args, kwargs)
-        if module not in self._zeroes:
+        if not self._zeroes.get(module) or (zeroes := self._zeroes[module].pop()) is None:
             return found
-        self._zeroes.remove(module)
-        given = (found, kwargs["src_key_padding_mask"], module.training)
+        given = (found, kwargs["src_key_padding_mask"], zeroes)
         return self._record(without_padding, lambda: without_padding(*given), given, {})
 
     def _called(self, before: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -186,13 +188,21 @@ class Recorder(TorchFunctionMode):
         self._stack.append(module)
         if module._backward_hooks or module._backward_pre_hooks:
             raise self.failed(RuntimeError("its hooks on gradients would be left out"))
-        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor and torch.backends.mha.get_fastpath_enabled():
-            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-            if given.get("src_key_padding_mask") is not None and given.get("mask") is None:
-                self._zeroes.add(module.layers[-1])
+        if type(module).forward is nn.TransformerEncoder.forward:
+            self._look_for_padding(module, **inspect.signature(module.forward).bind(*args, **kwargs).arguments)
         found = before(module, *args, **kwargs)  # if it fails, the stack has the module
         self._stack.pop()
         return found
+
+    def _look_for_padding(self, encoder: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, **_: Any) -> None:
+        """Notes after which layer padding becomes 0, if it does: in evaluation, and where no gradients are wanted."""
+        packs = encoder.use_nested_tensor and torch.backends.mha.get_fastpath_enabled() and src.dim() == 3
+        if not packs or mask is not None or src_key_padding_mask is None:
+            return
+        first, last = encoder.layers[0], encoder.layers[-1]
+        learns = torch.is_grad_enabled() and any(one.requires_grad for one in (src, *first.parameters()))
+        zeroes = not first.training and not (self._training and learns)
+        self._zeroes[last] = [zeroes] + [None] * (sum(layer is last for layer in encoder.layers) - 1)
 
     def _from_row(self, given: Any) -> dict[int, torch.Tensor]:
         """Returns the values, by their ids, of those tensors that functions alone compute from the model's input."""
@@ -233,6 +243,10 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Runs a call and records it. buffers: those of a block, which it may change, at least in training."""
         places = sys._getframe(2)
+        if torch.initial_seed() != self._seed:
+            raise self.failed(
+                RuntimeError("it sets the seed of torch's random numbers between its layers"), "", self._line(places)
+            )
         theirs, (args, kwargs) = (args, kwargs), opened((args, kwargs))  # copies: a call may write into a dict that it gets
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         given += buffers

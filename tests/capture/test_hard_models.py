@@ -1,5 +1,7 @@
 """Models with the habits of real ones do in blocks what they do whole, or are refused in words."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -54,23 +56,57 @@ def test_what_a_cut_would_change_stays_one_block(make, said):
     assert_same_as_whole(model, torch.randn(ROWS, *shape), 1, 1)
 
 
+def padded(*, first=False):
+    """Rows of 7 words, of which some are padding. first: in front."""
+    rows = torch.randint(1, 50, (ROWS, 7))
+    for row, length in zip(rows, (7, 4, 2), strict=True):
+        row[length:] = 0
+    return rows.flip(1) if first else rows
+
+
+PADDED = {
+    "at the end": ({}, False, True), "at the front": ({}, True, False), "a norm behind": ({"final": True}, False, True),
+    "one layer twice": ({"shared": True}, False, True), "a forward of its own": ({"kind": models.Looped}, False, False),
+    "in evaluation mode": ({"evaluates": True}, False, True), "frozen": ({"evaluates": True, "frozen": True}, False, True),
+}  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("final", [False, True])
-@pytest.mark.parametrize("lengths", [(7, 4, 2), (7, 7, 7)])
-@pytest.mark.parametrize("first", [False, True])
-def test_padding_is_zero_in_evaluation_where_an_encoder_of_torch_makes_it_so(final, lengths, first):
+@pytest.mark.parametrize(("options", "first", "zeroes"), PADDED.values(), ids=PADDED)
+def test_padding_is_zero_in_evaluation_where_an_encoder_of_torch_makes_it_so(options, first, zeroes):
     """Without gradients, and only where no padding comes first, it packs rows in nested tensors: what was padding is 0 then,
     and means over all positions are others than in training. Cut into blocks it did not."""
     torch.manual_seed(0)
-    model, rows = models.Padded(final=final), torch.randint(1, 50, (ROWS, 7))
-    for row, length in zip(rows, lengths, strict=True):
-        row[length:] = 0
-    rows = rows.flip(1) if first else rows
+    model, rows = models.Padded(**options), padded(first=first)
     chain = chain_of(model, (7,), LONG)
-    assert len(chain) == 6 + 2 * final
+    assert len(chain) == (8 if "final" in options else 6)
     for training in (True, False):
         model.train(training)
         with torch.set_grad_enabled(training):
             expected = model(rows)
             assert torch.allclose(replayed(chain, rows, training=training)[0], expected, rtol=1e-5, atol=1e-6)
-    assert torch.allclose(model.eval()(rows), expected, atol=1e-4) == (first or lengths[-1] == 7)  # gradients: none is 0
+    with_gradients = model.requires_grad_().eval()(rows)
+    assert torch.allclose(with_gradients, expected, atol=1e-4) != zeroes
+
+
+SEEDED = {"for good": nullcontext, "for a moment": torch.random.fork_rng}
+ASKED = {
+    "are gradients on": lambda x: torch.is_grad_enabled(), "does it require them": lambda x: x.requires_grad,
+    "what made it": lambda x: x.grad_fn is not None, "is it a leaf": lambda x: not x.is_leaf,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scope", SEEDED.values(), ids=SEEDED)
+def test_a_seed_that_is_set_between_layers_makes_a_model_one_block(scope):
+    """The numbers drawn after it were others in each pass: a fixed projection was none, in every method."""
+    model = models.Projected(scope)
+    assert "sets the seed of torch's random numbers" in chain_of(model, (4,), FLOAT).whole_parts[0]
+    assert_same_as_whole(model, torch.randn(ROWS, 4), 1, 1)
+
+
+@pytest.mark.parametrize("asks", ASKED.values(), ids=ASKED)
+def test_a_model_that_does_other_things_without_gradients_is_one_block(asks):
+    """Its tests had the losses of its training pass."""
+    model = models.Graded(asks)
+    assert "in evaluation on whether gradients are wanted" in chain_of(model, (4,), FLOAT).whole_parts[0]
+    assert_same_as_whole(model, torch.randn(ROWS, 4), 1, 1)
