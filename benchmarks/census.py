@@ -41,7 +41,7 @@ import torch
 from torch import nn
 
 from benchmarks import children, quick, record
-from benchmarks.models import CENSUS, PAGE, Rows, made, output_of, plain, returned, streamed, the_one, trained
+from benchmarks.models import CENSUS, PAGE, Rows, made, output_of, plain, returned, some, streamed, the_one, trained
 from benchmarks.record import origin
 from benchmarks.whole_models import CLASSES, LENGTH, WORDS, Example, everything, judged
 from seqpart.errors import SeqpartError
@@ -521,6 +521,7 @@ def tried(library: str, name: str, tell: Callable[[str | dict[str, Any]], None])
         result = streamed(example, model, x, y, BATCH, 1)
         found |= {key: result[key] for key in ("blocks", "partitions", "peak", "predicted", "violations")}
         if not (off := _different(model.state_dict(), before)):
+            found["evaluated"] = _off_in_evaluation(example, model, x, y, result["test_loss"])
             tell(found | {"outcome": "equal"})
             return {"killed": _killed(example, x, y, result["partitions"], before)}
         torch.use_deterministic_algorithms(True, warn_only=True)  # kernels add up in another order each time otherwise
@@ -539,7 +540,7 @@ def tried(library: str, name: str, tell: Callable[[str | dict[str, Any]], None])
 def _fitting(choices: list[Choice]) -> tuple[Callable[[], nn.Module], Rows, Any, int]:
     """The first of the choices that can be made and run, what comes out, and how many parameters it has."""
     first = None
-    for make, some in groupby(choices, lambda one: one[0]):
+    for make, few in groupby(choices, lambda one: one[0]):
         try:
             with torch.device("meta"):
                 size = sum(one.numel() for one in make().parameters())
@@ -550,7 +551,7 @@ def _fitting(choices: list[Choice]) -> tuple[Callable[[], nn.Module], Rows, Any,
         except Exception as error:
             first = first or error
             continue
-        for _, x in some:
+        for _, x in few:
             try:
                 with torch.no_grad():
                     return make, x, None if model is None else returned(model, x), size
@@ -600,6 +601,15 @@ def _killed(example: Example, x: Rows, y: torch.Tensor, partitions: int, expecte
         except SeqpartError as error:
             return f"refused: {error}"
         return _different(model.state_dict(), expected) or "equal"
+
+
+def _off_in_evaluation(example: Example, model: nn.Module, x: Rows, y: torch.Tensor, found: float) -> float:
+    """How far a run's loss on test rows is off that of the model's own evaluation, relative to it."""
+    batches = [slice(first, first + BATCH) for first in range(0, len(y), BATCH)]
+    with torch.no_grad():
+        losses = [float(judged(example.labels)(output_of(model.eval(), some(x, part)), y[part])) for part in batches]
+    whole = sum(losses) / len(losses)
+    return abs(found - whole) / (abs(whole) or 1.0)
 
 
 def _different(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str:

@@ -171,7 +171,7 @@ def streamed(
                 return {
                     "partitions": len(result.plan.partitions), "blocks": result.plan.partitions[-1].last,
                     "peak": proof.peak, "predicted": proof.predicted, "violations": proof.violations,
-                    "seconds": result.seconds,
+                    "seconds": result.seconds, "test_loss": result.test_loss,
                 }  # fmt: skip
             except SeqpartError as error:
                 refusal = error
