@@ -4,6 +4,7 @@ The file has no name, so that nothing is left of it however the process ends. It
 tensors that shared memory share it again afterwards, with the strides that they had.
 """
 
+import gc
 import os
 import tempfile
 import weakref
@@ -281,6 +282,19 @@ class LiveModules:
                             _away[taken.tensor] = True
         except OSError as error:
             raise explained(error, self._folder) from None
+
+    @contextmanager
+    def emptied(self) -> Iterator[None]:
+        """A context in which the modules are empty."""
+        away = self.away
+        self.take()
+        try:
+            yield
+        finally:
+            if not away:
+                gc.collect()  # a real run's tensors, in cycles
+                self.give_back()
+                self._meta.take()
 
     def read(self, block: Block, views: dict[str, torch.Tensor]) -> None:
         """Copies a block's original tensors into `views` (without gaps, on the CPU). Raises StoreError."""

@@ -159,8 +159,8 @@ def cuts_of(problem: Problem, method: Method, micro_batch: int) -> list[tuple[in
     sizes = [cost.slot if not method.stays else cost.saved + cost.output for cost in weights]
     found = [tuple(possible)] if 1 < len(possible) <= _MANY else []
     bound = max(sizes)
-    # Gradients of shared weights wait; on the disk in buffers, each as large as the most that a partition has of them.
-    sizes = [size + (0 if method.stays else BUFFERS * cost.tied) for size, cost in zip(sizes, weights, strict=True)]
+    # Gradients of shared weights wait; on the disk in buffers, each as large as the largest of them.
+    sizes = [size + (0 if method.stays else BUFFERS * cost.largest_tie) for size, cost in zip(sizes, weights, strict=True)]
     while True:
         starts, held = [possible[0]], 0
         for start, size in zip(possible, sizes, strict=True):

@@ -23,7 +23,7 @@ from seqpart.data.reading import Reading
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
 from seqpart.device.device import Device, host_memory_free
-from seqpart.device.limit import any_plan_fits, enforced, limit_of, margin_of, warm_up
+from seqpart.device.limit import any_plan_fits, enforced, limit_for, limit_of, margin_of, warm_up
 from seqpart.device.ranks import ALONE, Ranks
 from seqpart.errors import DataError, DoesNotFit, ModelError, OptionError, first_line
 from seqpart.fields import as_text, per_partition, values_of
@@ -63,6 +63,8 @@ from seqpart.units import format_limit, format_size
 
 T = TypeVar("T", int, float, str)
 
+_TO_PLAN = 64 << 20
+"""Allowance in bytes for measuring a model, beside what the process holds, in a refusal."""
 _LEFT_LYING = 4 << 20
 """Garbage bytes of measuring a model's costs above which a collection (0.1 s) is worth its time."""
 _KEPT = 1 << 20
@@ -219,16 +221,19 @@ class Inputs:
             except Exception as error:
                 if not self.device.ran_out_of_memory(error):
                     raise
+                enough = max(self.limit * 3 // 2, limit_for(self.trials.held() + _TO_PLAN))  # held: by live modules too
                 raise DoesNotFit(
                     f"the limit of {format_size(self.limit)} is too small to plan in: measuring the model block by block "
-                    f"needs more memory. Give more, for example {format_limit(self.limit * 3 // 2)}."
+                    f"needs more memory. Give more, for example {format_limit(enough)}."
                 ) from error
 
     @contextmanager
-    def _real_run(self) -> Iterator[None]:
-        """A context for measuring with real tensors, which are within the limit also while modules that were given alive are
-        not emptied yet."""
+    def _real_run(self, emptied: ExitStack) -> Iterator[None]:
+        """A context for measuring with real tensors within the limit. Modules that were given alive are empty until `emptied`
+        ends: beside them a layer of experts would need more than the run does."""
         with ExitStack() as stack:
+            if self.device.shares_memory:
+                emptied.enter_context(self.live_modules.emptied())
             if self.device.shares_memory and any_plan_fits(self.device, self.limit, beside=self.reading.held):
                 most = self.limit - margin_of(self.limit)
                 stack.enter_context(enforced(self.device, most, beside=self.reading.held))
@@ -289,11 +294,12 @@ class Inputs:
         self.speeds = MEASURED.speeds(self.device, optimizer, rows, self.folder, self.dry, autocast)
 
     def _measure(self, micro_batch: int) -> tuple[BlockCost, ...]:
-        before = self.trials.held()
-        costs = measure_chain(
-            self.chain, self.train.shape, micro_batch, granule=self.device.granule, dtype=self.train.dtype,
-            autocast=self.settings.autocast, narrows=not self.device.shares_memory, real_run=self._real_run,
-        )  # fmt: skip
+        before, narrows = self.trials.held(), not self.device.shares_memory
+        with ExitStack() as emptied:
+            costs = measure_chain(
+                self.chain, self.train.shape, micro_batch, granule=self.device.granule, dtype=self.train.dtype,
+                autocast=self.settings.autocast, narrows=narrows, real_run=partial(self._real_run, emptied),
+            )  # fmt: skip
         if self.chain.head is not None:
             costs = (*costs[:-1], with_head(costs[-1], self.chain.head))
         if self.trials.held() > before + _LEFT_LYING:  # graphs in cycles, and what fake tensors remember of every shape

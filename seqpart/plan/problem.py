@@ -465,7 +465,7 @@ def largest_boundary(parts: Sequence[PartitionCost], micro_batch: int, tiers: Ti
     handing = handing_of(parts)
     values = {value.number: value.nbytes_at(micro_batch) for cost in parts for value in cost.entering}
     sizes = [nbytes for number, nbytes in values.items() if handing.tier_of(number, tiers) == "disk"]
-    return max(sizes + [cost.tied for cost in parts if handing.tier_of(-1, tiers) == "disk"], default=0)
+    return max(sizes + [cost.largest_tie for cost in parts if handing.tier_of(-1, tiers) == "disk"], default=0)
 
 
 BUFFERS = 6

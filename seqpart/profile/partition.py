@@ -26,6 +26,8 @@ class PartitionCost:
     """Weights of blocks in other partitions that are loaded too, because a parameter of theirs is used here."""
     ties: tuple[tuple[int, int], ...]
     """(number of a block in another partition, bytes of its parameters that are used here): their gradients go there."""
+    largest_tie: int = 0
+    """Most bytes of one of these parameters: each gradient goes by itself."""
     lent: int
     """Bytes of its own parameters that later partitions use: their gradients come, and are added to its own in new memory."""
     state: int
@@ -139,7 +141,7 @@ def prefix_costs(
     seen: list[BlockCost] = []
     borrowed: list[BlockCost] = []
     ties, lending = dict[int, int](), dict[int, int]()
-    lent = adding = adding_again = 0
+    lent = adding = adding_again = largest_tie = 0
     flow, loose, held = Flow(), dict[int, int](), set[int]()
     for block, layout in zip(blocks, states, strict=True):
         weights, state = weights + block.weights, state + layout.nbytes
@@ -153,7 +155,9 @@ def prefix_costs(
                 lending[id(owner)] -= 1
                 lent -= 0 if lending[id(owner)] else owner.lent
                 adding, adding_again = (adding, adding_again) if lent else (0, 0)
-            elif not any(owner is other for other in borrowed):
+                continue
+            largest_tie = max(largest_tie, min(nbytes, max(spec.nbytes for spec in owner.layout.specs)))
+            if not any(owner is other for other in borrowed):
                 borrowed.append(owner)
                 slot += owner.layout.padded_nbytes
                 ties[number] = nbytes
@@ -206,7 +210,7 @@ def prefix_costs(
         yield PartitionCost(
             weights=weights, rewritten=rewritten,
             borrowed=sum(owner.weights for owner in borrowed), ties=tuple(ties.items()), lent=lent, state=state,
-            slot=slot, state_slot=state_slot, waiting=waiting, gradients=gradients,
+            largest_tie=largest_tie, slot=slot, state_slot=state_slot, waiting=waiting, gradients=gradients,
             saved=alive + copied, kept=kept + copied + buffers - earlier,
             graph=graph + sum(round_up(value.nbytes, LINE) for value in came) + round_up(copied, LINE),
             forward_peak=own + buffers + forward, buffers=buffers, entering=came, leaving=leaving,

@@ -22,6 +22,7 @@ from seqpart.profile import trials
 from seqpart.profile.machine import Speeds
 from seqpart.zoo.models import mlp
 from tests import kinds, machine
+from tests.whole_models import Experts
 
 RUN = """
 import json, sys, torch
@@ -262,3 +263,14 @@ def test_planning_keeps_the_limit_too():
     with pytest.raises(DoesNotFit, match="too small to plan in"):
         Trainer(blocks, mem_limit=limit, method="sil", quiet=True).plan(rows, rows)
     assert highest() < limit
+
+
+@pytest.mark.own_process
+def test_experts_given_alive_are_measured_without_their_weights_beside():
+    """Of a live model of 444 MB the limit that its refusal named was too small to plan in, and so were 80 MB more."""
+    model = [Experts(512) for _ in range(6)]  # 17 MB each, of which a trial takes three times as much
+    before = [parameter.detach().clone()[:1] for layer in model for parameter in layer.parameters()]
+    rows, limit = torch.randn(8, 4, 512), highest() + (44 << 20)
+    Trainer(model, None, "sgd", mem_limit=limit, method="auto", batch_size=8, quiet=True).plan((rows, rows), (rows, rows))
+    assert highest() < limit
+    assert all(map(torch.equal, before, [parameter[:1] for layer in model for parameter in layer.parameters()]))
