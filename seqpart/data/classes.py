@@ -51,7 +51,7 @@ def count_classes(
         )
     if train.labels.is_floating_point():
         return 0
-    (least, most), (least_tested, most_tested) = _class_range(train, ignored), _class_range(test, ignored)
+    (least, most), (least_tested, most_tested) = (_class_range(split, ignored, learns=learns) for split in (train, test))
     for split, found in (train, least), (test, least_tested if train.labels.ndim > 1 else 0):
         if found < 0:
             raise DataError(f"{split.name} labels: found class {found}; expected classes that count from 0.")
@@ -72,7 +72,7 @@ def are_mixed(train: Split, test: Split) -> bool:
     )  # fmt: skip
 
 
-def _class_range(split: Split, ignored: int | None) -> tuple[int, int]:
+def _class_range(split: Split, ignored: int | None, *, learns: bool = True) -> tuple[int, int]:
     """Returns the least and the largest class, found piece by piece: a mask of all labels might not fit in memory."""
     found: list[int] = []
     for piece in torch.split(split.labels.flatten(), 1 << 20):
@@ -81,7 +81,7 @@ def _class_range(split: Split, ignored: int | None) -> tuple[int, int]:
             found += (int(n) for n in counted.aminmax())
     if not split.count:
         raise DataError(f"{split.name} data: the set is empty. Give at least one row.")
-    if not found and ignored is None:
+    if not found and (ignored is None or not learns):
         return 0, 0
     if not found:
         raise DataError(f"{split.name} labels: every label is one that the loss leaves out. Give rows to learn from.")

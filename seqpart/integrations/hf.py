@@ -77,8 +77,9 @@ class Trainer:
         self._loss = hf_losses.loss_of(self.args, self.model, compute_loss_func)
         if self._loss is None and not self._overridden and "labels" not in inspect.signature(self.model.forward).parameters:
             raise OptionError(
-                f"model: the forward of {type(self.model).__name__} takes no labels, from which it computes its loss. Give "
-                "one with a head (AutoModelFor...); a model of peft needs its task_type."
+                f"model: the forward of {type(self.model).__name__} takes no `labels`, from which it computes its loss. Give "
+                "one with a head that does (AutoModelFor...); a model of peft needs its task_type. Labels under other names "
+                "(start_positions of question answering) are not taken."
             )
         if hasattr(self.model, "config"):
             self.model.config.use_cache = False

@@ -63,7 +63,7 @@ class Exports:
             found = as_type(list[_Entry], json.loads(read_text(self._list)))
         except (OSError, ValueError) as error:
             raise CorruptFile(f"{self._list} is damaged: {error}. Remove it; the other files stay.", self._list) from None
-        return [entry for entry in found if Path(entry.file).name == entry.file]
+        return [entry for entry in found if Path(entry.file).name == entry.file and (self._folder / entry.file).exists()]
 
     def at_rest(self, phases: Phases, at: Position, tested: Sequence[Evaluated], *, trained: bool = True) -> None:
         """Decides whether an export is due at this position. tested: the evaluations so far. trained: True right after an
@@ -93,10 +93,10 @@ class Exports:
             if self._every == EVALUATION:
                 better = sorted(entries, key=self._rank)[: self._most]
                 kept = [one for one in entries if one in better]
-        write_text(self._list, msgspec.json.format(msgspec.json.encode(kept)).decode() + "\n")
-        for one in entries:
+        for one in entries:  # before the list: what it no longer names would stay after a kill
             if one not in kept:
                 remove(self._folder / one.file)
+        write_text(self._list, msgspec.json.format(msgspec.json.encode(kept)).decode() + "\n")
         self._entries = kept
         return self._folder / entry.file
 

@@ -189,7 +189,7 @@ def test_what_it_does_not_have_is_told_and_is_not_there():
 
 
 def test_a_model_without_a_loss_of_its_own_is_refused(tmp_path):
-    with pytest.raises(OptionError, match="model: the forward of BertModel takes no labels"):
+    with pytest.raises(OptionError, match="model: the forward of BertModel takes no `labels`"):
         Trainer(little_model().bert, arguments(tmp_path))
 
 

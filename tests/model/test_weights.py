@@ -350,6 +350,10 @@ def wrong_files(folder):
     (folder / "short").write_bytes(whole[:-8])
     (folder / "header").write_bytes(whole[:20])
     (folder / "text").write_text("no weights at all")
+    head = json.dumps(
+        {name: {"dtype": "F32", "shape": [4], "data_offsets": [at, at + 16]} for name, at in (("w", 0), ("b", 8))}
+    )
+    (folder / "over").write_bytes(len(head).to_bytes(8, "little") + head.encode() + bytes(24))
     save_file({"w": torch.zeros(4, dtype=torch.float8_e4m3fn)}, folder / "eight")
     yield "gone", OptionError, "does not exist"
     yield "nothing", OptionError, "has no safetensors file"
@@ -359,6 +363,7 @@ def wrong_files(folder):
     yield "lacks", OptionError, "names model-1.safetensors, which is not beside it"
     yield "outside", CorruptFile, "do not lie beside it"
     yield "short", CorruptFile, "ends before its last tensor"
+    yield "over", CorruptFile, "has tensors that lie over each other"
     yield "header", CorruptFile, "is not a whole safetensors file"
     yield "text", CorruptFile, "is not a whole safetensors file"
     yield "eight", ModelError, "tensors of type F8_E4M3, which cannot be stored"

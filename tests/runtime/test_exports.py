@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from seqpart import Interrupted, Trainer
 from seqpart.errors import OptionError
+from seqpart.runtime import exports
 from tests.command import SMALL, call
 
 ROWS, BATCH, EPOCHS = 40, 8, 3
@@ -84,6 +85,23 @@ def test_exports_come_as_often_as_asked_and_only_the_newest_stay(options, update
     trainer(tmp_path, **options).fit(rows(), rows(16, 5))
     expected, found = plainly(), exported(tmp_path)
     assert list(found) == updates and all(same(found[update], expected[update - 1]) for update in found)
+
+
+def test_a_kill_while_an_old_export_is_removed_leaves_none_that_nobody_knows(tmp_path, monkeypatch):
+    """The list was written before the old file was removed, so the file stayed for ever."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(path):
+        path.unlink()
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(exports, "remove", killed)
+        trainer(tmp_path, export_every=2, keep_exports=2, save_every=1).fit(rows())
+    trainer(tmp_path, export_every=2, keep_exports=2, save_every=1).fit(rows(), resume=tmp_path / "run")
+    assert len(exported(tmp_path)) == 2
 
 
 def test_where_all_partitions_stay_a_test_pass_may_be_the_first_to_load_them(tmp_path):

@@ -289,6 +289,13 @@ def test_settings_that_only_fit_knows_are_refused(options, words, tmp_path):
         pass
 
 
+def test_a_session_may_be_opened_with_rows_of_which_none_counts(tmp_path):
+    """`fit` trained on these rows, and a session refused them as an example."""
+    x, y = data()
+    with trainer(tmp_path).session((x, torch.full_like(y, -100))) as session:
+        assert session.step((x[:32], y[:32])) == plainly([(x[:32], y[:32])])[0][0]
+
+
 def test_an_example_that_is_smaller_than_a_batch_is_refused_and_steps_end_with_the_block(tmp_path):
     with pytest.raises(DataError, match=r"the example has 8 rows, and a batch may have 32\. Give batch_size=8"):
         trainer(tmp_path).session(data(8)).__enter__()
