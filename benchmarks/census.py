@@ -751,6 +751,12 @@ def _more(found: list[dict[str, Any]]) -> Iterator[str]:
             f"ones; limits passed: {sum(one['violations'] for one in more)}. Each took one line of the user's code."
         )
         yield from (f"- {one['library']} {one['model']}: {one['killed']}" for one in off)
+    if evaluated := [(one["evaluated"], one["model"]) for one in found if "evaluated" in one]:
+        least, most = sum(off == 0 for off, _ in evaluated), max(evaluated)
+        yield (
+            f"Of {len(evaluated)} the loss on test rows was compared with that of `model.eval()` under `torch.no_grad()`: "
+            f"{least} are equal, the others off by {most[0]:.1g} of it at most ({most[1]})."
+        )
 
 
 def _skipped(found: list[dict[str, Any]]) -> dict[str, list[tuple[str, str]]]:
