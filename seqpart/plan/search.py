@@ -22,7 +22,7 @@ from seqpart.plan.prediction import (
     options_of,
     predict,
 )
-from seqpart.plan.problem import Parts, Problem, boundary_bytes, least_slot
+from seqpart.plan.problem import Parts, Problem, least_slot
 from seqpart.plan.simulator import Resources
 
 _REPAIRS = 800
@@ -78,7 +78,6 @@ def fastest(
     if problem.draft:
         return next(iter(ranked), None)
     near = [one for one in ranked if one.seconds <= _NEAR * ranked[0].seconds]
-    near += [away for one in ranked[:1] if not _ends(problem, one) for away in _one_boundary_away(problem, one)]
     near += [away for one in near if (away := _offloading(problem, one)) is not None]
     better = [one if _ends(problem, one) else refined(problem, one, _REPAIRS // len(near)) for one in near]
     return min(better, key=_rank, default=None)
@@ -125,48 +124,6 @@ def _holds_all(prediction: Prediction, *, may_stay: bool = True) -> bool:
 def _ends(problem: Problem, prediction: Prediction) -> bool:
     """True if no other answer is faster: all that may stay on the device does so, boundaries too."""
     return not prediction.candidate.resources.tiers and _holds_all(prediction, may_stay=problem.auto)
-
-
-_LARGEST = 3
-"""Number of boundaries that are tried off the device, one at a time, where all of them wait on the device."""
-
-
-def _one_boundary_away(problem: Problem, found: Prediction) -> Iterator[Prediction]:
-    """`found` with one of its largest boundaries offloaded, to make room for other options. Candidates offload all or none."""
-    now, elsewhere = found.candidate, [tier for tier in problem.machine.boundary_tiers if tier != DEVICE]
-    costs = [cost for _, _, cost in now.parts]
-    few = len(costs) <= _FEW
-    if not elsewhere or (now.resources.tiers and not few):
-        return
-    entering = [sum(value.nbytes for value in cost.entering) for cost in costs]
-    for p in sorted(range(len(costs)), key=lambda p: -entering[p])[:_LARGEST]:
-        tiers = tuple(elsewhere[0] if other == p else DEVICE for other in range(len(costs)))
-        if boundary_bytes(costs, problem.batch_size, now.micro_batch, tiers, "host") > problem.machine.host_room:
-            continue
-        resources = replace(now.resources, tiers=tiers, keeps_heap=False)
-        away = predict(problem, found.method, now.micro_batch, now.parts, resources, now.keeps, now.offloads)
-        found_anew = _spent_anew(problem, away) if few else ()
-        fitting = [one for one in (away, *found_anew) if one.peak <= problem.available]
-        if fitting:
-            yield min(fitting, key=_rank)
-
-
-def _spent_anew(problem: Problem, found: Prediction) -> Iterator[Prediction]:
-    """Spends the memory of `found` anew, with one slot and with two: with few partitions each is a large part of the plan."""
-    now = found.candidate
-    for slots in {len(now.parts)} if found.method.stays else {1, 2}:
-        resources = replace(now.resources, stays=frozenset(), weights_stay=frozenset(), slots=slots)
-        plain = predict(problem, found.method, now.micro_batch, now.parts, resources)
-        if plain.peak <= problem.available:
-            yield from (_with_graphs(problem, one) for one in (plain, *spent(problem, plain)))
-
-
-def _with_graphs(problem: Problem, best: Prediction) -> Prediction:
-    """`best`, or a faster plan with one more kept graph, which may fit though the sum of bytes says that it does not."""
-    now = best.candidate
-    others = [p for p in range(first_that_learns(now.parts), len(now.parts) - 1) if p not in now.keeps]
-    more = (predict(problem, best.method, now.micro_batch, now.parts, now.resources, now.keeps | {p}) for p in others)
-    return min((best, *(one for one in more if one.peak <= problem.available)), key=lambda one: one.seconds)
 
 
 _PRICES = (0.1, 0.4, 1.0)
