@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import itemgetter
 
 from seqpart.methods.method import Method
 from seqpart.model.packs import DEVICE, Tiers
@@ -44,15 +45,6 @@ _ROUGHLY = 1.01
 """Tolerance for bounds: a candidate that was not simulated itself may take less than its estimate by this factor."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rough:
-    """A candidate that was not simulated itself: no plan from it takes fewer seconds than `least`."""
-
-    parts: Parts
-    resources: Resources
-    least: float
-
-
 def fastest(
     problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]]
 ) -> Prediction | None:
@@ -62,16 +54,16 @@ def fastest(
     """
     best: dict[tuple[int, Resources], Prediction] = {}
     rough = _roughly(problem, method, micro_batch, candidates)
-    for one in sorted(rough, key=lambda one: one.least):
+    for least, parts, resources in sorted(rough, key=itemgetter(0)):
         # A slot, a heap or boundaries may be worth more where partitions stay: each kind of candidate is refined by itself.
-        rivals = len(one.parts), one.resources
+        rivals = len(parts), resources
         known = min((prediction.seconds for prediction in best.values()), default=math.inf)
-        if one.least >= known:
+        if least >= known:
             break
-        plain = predict(problem, method, micro_batch, one.parts, one.resources)
+        plain = predict(problem, method, micro_batch, parts, resources)
         if plain.peak > problem.available:
             continue
-        for prediction in (plain, *(spent(problem, plain) if len(one.parts) > 1 else ())):
+        for prediction in (plain, *(spent(problem, plain) if len(parts) > 1 else ())):
             if rivals not in best or prediction.seconds < best[rivals].seconds:
                 best[rivals] = prediction
     ranked = sorted(best.values(), key=lambda prediction: prediction.seconds)[:_RIVALS]
@@ -144,8 +136,9 @@ def _orders(options: Sequence[Option]) -> list[tuple[Option, ...]]:
 
 def _roughly(
     problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]]
-) -> Iterator[_Rough]:
-    """Candidates that may fit, with a kept heap and without; those that differ in slots and heap alone share a simulation."""
+) -> Iterator[tuple[float, Parts, Resources]]:
+    """(bound, candidate) of those that may fit, with a kept heap and without: no plan from it takes fewer seconds. Candidates
+    that differ in slots and heap alone share a simulation."""
     simulated: dict[tuple[tuple[int, ...], Tiers], tuple[Prediction, int]] = {}
     for parts, resources in candidates:
         if least_peak(problem, method, micro_batch, parts, resources) > problem.available:
@@ -162,7 +155,7 @@ def _roughly(
             kept = holes if heap else 0
             if peak + kept <= problem.available * _ROUGHLY:
                 way = replace(resources, keeps_heap=heap)
-                yield _Rough(parts, way, _least(problem, plain, way, max(0, problem.available - peak - kept)))
+                yield _least(problem, plain, way, max(0, problem.available - peak - kept)), parts, way
 
 
 def _slots(problem: Problem, parts: Parts, resources: Resources) -> int:
@@ -189,7 +182,7 @@ def smallest_of(problem: Problem, ways: Iterable[tuple[Method, int, Parts, Resou
     """Returns the prediction with the lowest peak of all `ways`, tried in the order of their least peaks."""
     best: Prediction | None = None
     bounds = ((least_peak(problem, *way), way) for way in ways)
-    for least, way in sorted(bounds, key=lambda bound: bound[0]):
+    for least, way in sorted(bounds, key=itemgetter(0)):
         if best is not None and least >= best.peak:
             break
         prediction = predict(problem, *way)
