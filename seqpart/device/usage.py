@@ -94,7 +94,11 @@ class MemoryUsage:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._nvml = _nvml_usage(device) if device.kind == "cuda" else None
+        self._nvml = None
+        if device.kind == "cuda":
+            # ROCm's PyTorch may come without a uuid, and has no NVML: then the figure says what stands in.
+            uuid = getattr(torch.cuda.get_device_properties(device.torch), "uuid", "")
+            self._nvml = NvmlUsage(str(uuid), device.reserved)
         self._tree = _TreeUsage() if device.shares_memory else None
 
     @property
@@ -118,11 +122,6 @@ class MemoryUsage:
         if self._tree:
             return self._tree.read()
         return self._nvml.read() if self._nvml else self._device.used()
-
-
-def _nvml_usage(device: Device) -> NvmlUsage:
-    # ROCm's PyTorch may come without a uuid, and has no NVML: then the figure says what stands in.
-    return NvmlUsage(str(getattr(torch.cuda.get_device_properties(device.torch), "uuid", "")), device.reserved)
 
 
 class _TreeUsage:
