@@ -18,4 +18,3 @@ def unspent(patch):
     """Memory that is left stays free: no partition stays, and none keeps its graphs."""
     patch.setattr(search, "spent", lambda *_: ())
     patch.setattr(search, "refined", lambda _, prediction, *__: prediction)
-    patch.setattr(search, "_one_boundary_away", lambda *_: ())

@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,10 +77,6 @@ def marker_of(folder: Folder) -> Marker | None:
         raise ValueError("its marker belongs to another user")
     run = Path(body.run) if body.run is not None else None
     return Marker(directory=Path(body.directory), id=body.id, run=run, run_id=body.run_id, state=body.state)
-
-
-def new_id() -> str:
-    return secrets.token_hex(8)
 
 
 def locked(root: Path, *, wait: float = _WAIT) -> int:

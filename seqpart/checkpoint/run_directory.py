@@ -96,7 +96,7 @@ class RunDirectory:
         here, found = self.root, None
         with contextlib.suppress(ValueError):
             found = markers.marker_of(self._folder)
-        known = found.id if found is not None and found.directory == here else markers.new_id()
+        known = found.id if found is not None and found.directory == here else secrets.token_hex(8)
         if self._run is None:
             return Marker(directory=here, id=known)
         return Marker(directory=here, id=known, run=self._run.marker.directory, run_id=self._run.marker.id)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -117,12 +117,6 @@ class ReaderThread:
         self.watched: Watched = unwatched
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="seqpart-reader")
         self._pool.submit(int).result()  # started now: its stack belongs to the runtime
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def submit(self, work: Callable[[], None]) -> "Future[None]":
         return self._pool.submit(work)

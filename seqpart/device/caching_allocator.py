@@ -20,7 +20,6 @@ _SMALL_SEGMENT, _MEDIUM, _MEDIUM_SEGMENT = 2 << 20, 10 << 20, 20 << 20
 @dataclass(slots=True)
 class _Block:
     segment: int
-    start: int
     size: int
     small: bool
     free: bool = True
@@ -103,7 +102,7 @@ class CachingAllocator:
             )
         self.reserved += want
         self.reserved_peak = max(self.reserved_peak, self.reserved)
-        number = self._new(_Block(self._next, 0, want, small))
+        number = self._new(_Block(self._next, want, small))
         self._segments[self._blocks[number].segment] = [number]
         return number
 
@@ -113,7 +112,7 @@ class CachingAllocator:
         return number
 
     def _split(self, number: int, block: _Block, size: int) -> None:
-        rest = self._new(_Block(block.segment, block.start + size, block.size - size, block.small))
+        rest = self._new(_Block(block.segment, block.size - size, block.small))
         block.size = size
         order = self._segments[block.segment]
         order.insert(order.index(number) + 1, rest)

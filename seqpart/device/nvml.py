@@ -11,7 +11,7 @@ process holds, where that can be known: the figure proves a limit.
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from seqpart.units import format_size
 
@@ -50,20 +50,11 @@ class NvmlUsage:
             return self._reserved() + self._figure.context
 
 
-class _Figure(Protocol):
-    name: str
-    context: int
-    """Bytes beside the allocator's, as seen last."""
-
-    def read(self) -> int:
-        """Raises NVMLError or _NoFigure."""
-
-
 class _NoFigure(Exception):
     """NVML answered, but not with what this process holds."""
 
 
-def _best_figure(uuid: str, reserved: Callable[[], int]) -> _Figure:
+def _best_figure(uuid: str, reserved: Callable[[], int]) -> "_OfProcess | _OfWholeCard | _OfAllocator":
     """Returns the first figure that can be read."""
     try:
         card = _Card(uuid)
@@ -80,6 +71,8 @@ def _best_figure(uuid: str, reserved: Callable[[], int]) -> _Figure:
 
 
 class _OfProcess:
+    """What NVML says of this process. `context`: bytes beside the allocator's, as seen last."""
+
     name = "NVML, this process"
 
     def __init__(self, card: "_Card", reserved: Callable[[], int]) -> None:

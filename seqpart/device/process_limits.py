@@ -5,7 +5,6 @@ import contextlib
 import resource
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from seqpart.errors import OptionError
 
@@ -14,7 +13,7 @@ FILES = 32
 THREADS = 4
 """Threads of a run: the reader, two that move homes, and the sampler."""
 _STACK = 128 << 10
-_SIZES = {"-v": (resource.RLIMIT_AS, "VmSize:"), "-d": (resource.RLIMIT_DATA, "VmData:")}
+_SIZES = {"-v": (resource.RLIMIT_AS, b"VmSize:"), "-d": (resource.RLIMIT_DATA, b"VmData:")}
 """{flag of ulimit: (limit on a process's memory, the kernel's figure that it limits)}."""
 _LIMITS = {
     name: soft for kind, name in _SIZES.values() if (soft := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
@@ -29,18 +28,27 @@ def limited_sizes() -> list[str]:
 
 def room() -> int:
     """Bytes that ulimit -v and ulimit -d let this process hold, what it holds now among them; 1 << 62 without these."""
-    return min(1 << 62, room_left() + _figure("RssAnon:") + _figure("RssShmem:"))
+    text = status_of()
+    return min(1 << 62, room_left() + figure(text, b"RssAnon:") + figure(text, b"RssShmem:"))
 
 
 def room_left() -> int:
     """Bytes that ulimit -v and -d still let it take; 1 << 62 without these. Both count reserved bytes: libraries, stacks."""
-    return max(0, min((soft - _figure(name) for name, soft in _LIMITS.items()), default=1 << 62))
+    text = status_of()
+    return max(0, min((soft - figure(text, name) for name, soft in _LIMITS.items()), default=1 << 62))
 
 
-def _figure(name: str) -> int:
-    """Bytes in a line of the kernel's status of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+def status_of(pid: int | str = "self") -> bytes:
+    """The kernel's status of a process."""
+    with open(f"/proc/{pid}/status", "rb") as status:
+        return status.read()
+
+
+def figure(text: bytes, name: bytes) -> int:
+    """Bytes in a line of that; 0 where there is none."""
+    at = text.find(name)
+    begin = at + len(name)
+    return int(text[begin : text.index(b"k", begin)]) * 1024 if at >= 0 else 0
 
 
 def set_mark_back() -> bool:

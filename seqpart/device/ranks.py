@@ -212,7 +212,8 @@ class Group(Ranks):
 
     def _add_up(self, gradients: Sequence[torch.Tensor], ranks: Sequence[int]) -> int:
         """Replaces gradients by the sums of those of `ranks`; a chunk is on its way while the one before is added up."""
-        sent, finish = 0, _nothing
+        finish: Callable[[], int] = int  # 0: nothing was sent
+        sent = 0
         for number, pieces in enumerate(_chunks(gradients, self.count, self.chunk)):
             begun = self._exchange(pieces, ranks, number % 2)
             sent += finish()
@@ -270,10 +271,6 @@ class Group(Ranks):
                 f"rank {self.number} cannot exchange with the others any more. One has most likely ended, and its own message "
                 f"says why. torch.distributed says: {reason}."
             ) from None
-
-
-def _nothing() -> int:
-    return 0
 
 
 @contextmanager

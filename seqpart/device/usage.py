@@ -18,7 +18,7 @@ import torch
 
 from seqpart.device.device import Device
 from seqpart.device.nvml import NvmlUsage
-from seqpart.device.process_limits import set_mark_back
+from seqpart.device.process_limits import figure, set_mark_back, status_of
 
 _FELL = 1 << 20
 """Decrease of file pages in bytes above which VmHWM is reset."""
@@ -46,10 +46,10 @@ class Reading:
 def read_process(pid: int | str = "self") -> Reading:
     """The kernel's figures for one process; zeros when it is gone."""
     try:
-        text = _status(pid)
+        text = status_of(pid)
     except (FileNotFoundError, ProcessLookupError):
         return Reading()
-    return Reading(*(_field(text, name) for name in _STATUS_FIELDS))
+    return Reading(*(figure(text, name) for name in _STATUS_FIELDS))
 
 
 def read_tree(pid: int | None = None) -> Reading:
@@ -94,7 +94,11 @@ class MemoryUsage:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._nvml = _nvml_usage(device) if device.kind == "cuda" else None
+        self._nvml = None
+        if device.kind == "cuda":
+            # ROCm's PyTorch may come without a uuid, and has no NVML: then the figure says what stands in.
+            uuid = getattr(torch.cuda.get_device_properties(device.torch), "uuid", "")
+            self._nvml = NvmlUsage(str(uuid), device.reserved)
         self._tree = _TreeUsage() if device.shares_memory else None
 
     @property
@@ -120,11 +124,6 @@ class MemoryUsage:
         return self._nvml.read() if self._nvml else self._device.used()
 
 
-def _nvml_usage(device: Device) -> NvmlUsage:
-    # ROCm's PyTorch may come without a uuid, and has no NVML: then the figure says what stands in.
-    return NvmlUsage(str(getattr(torch.cuda.get_device_properties(device.torch), "uuid", "")), device.reserved)
-
-
 class _TreeUsage:
     """Figure of the process tree: this process through one open file, 10 us a sample; children, 100 us, if there are any."""
 
@@ -141,12 +140,12 @@ class _TreeUsage:
             self._mark = self._files = -1
             return
         text = os.pread(self._status, 8192, 0)
-        self._mark, self._files = _field(text, b"VmHWM:"), _field(text, b"RssFile:")
+        self._mark, self._files = figure(text, b"VmHWM:"), figure(text, b"RssFile:")
 
     def read(self) -> int:
         text = os.pread(self._status, 8192, 0)
-        shared = _field(text, b"RssShmem:")
-        used = max(_field(text, b"RssAnon:") + shared, self._between(text)) - min(shared, self.granted)
+        shared = figure(text, b"RssShmem:")
+        used = max(figure(text, b"RssAnon:") + shared, self._between(text)) - min(shared, self.granted)
         if _has_children():
             readings = [read_tree(child) for child in _children(self._pid)]
             used += sum(reading.held for reading in readings)
@@ -156,7 +155,7 @@ class _TreeUsage:
         """Most bytes held since the last sample, if the mark has risen, less the larger count of file pages; otherwise 0."""
         if self._mark < 0:
             return 0
-        mark, files = _field(text, b"VmHWM:"), _field(text, b"RssFile:")
+        mark, files = figure(text, b"VmHWM:"), figure(text, b"RssFile:")
         held = mark - max(files, self._files) if mark > self._mark else 0
         if files < self._files - _FELL:  # under a mark with more file pages a peak would hide
             self.set_back()
@@ -172,17 +171,6 @@ def _has_children() -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def _status(pid: int | str = "self") -> bytes:
-    with open(f"/proc/{pid}/status", "rb") as status:
-        return status.read()
-
-
-def _field(text: bytes, name: bytes) -> int:
-    at = text.find(name)
-    begin = at + len(name)
-    return int(text[begin : text.index(b"k", begin)]) * 1024 if at >= 0 else 0
 
 
 class Reservations:
@@ -215,16 +203,16 @@ class Reservations:
 
 
 def _sizes() -> tuple[int, int]:
-    text = _status()
-    return _field(text, b"VmSize:"), _field(text, b"VmPeak:")
+    text = status_of()
+    return figure(text, b"VmSize:"), figure(text, b"VmPeak:")
 
 
 def highest() -> int:
     """Most bytes that this process held since the kernel's mark was reset, or since it began."""
-    text = _status()
+    text = status_of()
     # The mark counts file pages too, which grow only where code runs for the first time.
-    held = _field(text, b"RssAnon:") + _field(text, b"RssShmem:")
-    return max(held, _field(text, b"VmHWM:") - _field(text, b"RssFile:"))
+    held = figure(text, b"RssAnon:") + figure(text, b"RssShmem:")
+    return max(held, figure(text, b"VmHWM:") - figure(text, b"RssFile:"))
 
 
 class HighWater:

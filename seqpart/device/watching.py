@@ -47,7 +47,8 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" for tensor, _ in used):
             return func(*args, **kwargs)
         name = str(func)
-        if _is_view(func) or not self._observer.begins(name, used, makes=makes):
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        if is_view or not self._observer.begins(name, used, makes=makes):
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -73,11 +74,6 @@ def _used(func: Any, args: Any, kwargs: Any) -> Iterator[Used]:
         for leaf in value if isinstance(value, list | tuple) else (value,):
             if isinstance(leaf, torch.Tensor):
                 yield leaf, write
-
-
-def _is_view(func: Any) -> bool:
-    """True if the operation returns a view, and reads and writes nothing."""
-    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
 def _spoil(tensor: torch.Tensor) -> None:

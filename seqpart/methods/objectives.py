@@ -182,7 +182,11 @@ class Prototypes:
         scale = targets.config.prototype_scale_of(targets.partition, targets.classes)
         self._scale = scale / self._features.size**0.5
         self._directions = _labels(
-            targets, self._features.size, normal=True, finish=_to_unit_length, orthogonal=self.orthogonal
+            targets,
+            self._features.size,
+            normal=True,
+            orthogonal=self.orthogonal,
+            finish=lambda rows: rows.div_(torch.linalg.vector_norm(rows, dim=1, keepdim=True)),
         )
         self.nbytes = self._directions.nbytes
 
@@ -224,10 +228,6 @@ class Orthogonal(Prototypes):
     """
 
     orthogonal: ClassVar[bool] = True
-
-
-def _to_unit_length(rows: torch.Tensor) -> None:
-    rows.div_(torch.linalg.vector_norm(rows, dim=1, keepdim=True))
 
 
 def _labels(

@@ -106,7 +106,12 @@ class MetaTensors:
         for module in modules_of(model):
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta and id(parameter) not in others:
-                    _refuse_hooked(name, module, parameter)
+                    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                        raise ModelError(
+                            f"the parameter {name} of a {type(module).__name__} is on the meta device and has a hook, which "
+                            "would be lost when it gets its values. Build that module without parameters_on_meta, or leave the "
+                            "hook out."
+                        )
                     others[id(parameter)] = other = _with_empty_storage(parameter)
                     self._parameters.append((parameter, other))
             for name, buffer in module._buffers.items():
@@ -138,15 +143,6 @@ class MetaTensors:
                     swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
         for tensors, name, buffer, _ in self._places:
             tensors[name] = buffer
-
-
-def _refuse_hooked(name: str, module: nn.Module, parameter: nn.Parameter) -> None:
-    """Raises ModelError for a parameter on the meta device with hooks, which would be lost with its tensor."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise ModelError(
-            f"the parameter {name} of a {type(module).__name__} is on the meta device and has a hook, which would be lost "
-            "when it gets its values. Build that module without parameters_on_meta, or leave the hook out."
-        )
 
 
 def modules_of(model: object) -> Iterator[nn.Module]:

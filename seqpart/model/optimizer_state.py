@@ -194,13 +194,9 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
 def tensors_in(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) of everything in the parameter's state, whatever holds it."""
     found: list[tuple[str, torch.Tensor]] = []
-
-    def keep(path: str, tensor: torch.Tensor) -> None:
-        found.append((path, tensor))
-
     for part in parts_of(optimizer):
         if parameter in part.state:
-            plain(part.state[parameter], "", keep, {}, learns=True)
+            plain(part.state[parameter], "", lambda path, tensor: found.append((path, tensor)), {}, learns=True)
     yield from found
 
 

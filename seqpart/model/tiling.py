@@ -402,25 +402,13 @@ class SideBySide(nn.Module):
         return torch.cat(scores, 1)
 
 
-class Common(nn.Module):
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        for number, layer in enumerate(layers):
-            self.add_module(str(number), layer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.children():
-            x = layer(x)
-        return x
-
-
 class Separated(nn.Module):
     """A separated model: common layers, then one `Score` per class. wholes: {name of a tensor here: name in the original model
     of the tensor that it is, or is rows of}."""
 
     def __init__(self, common: Sequence[nn.Module], scores: Sequence[Score]) -> None:
         super().__init__()
-        self.common, self.scores, self.joined = Common(common), nn.ModuleList(scores), SideBySide()
+        self.common, self.scores, self.joined = nn.Sequential(*common), nn.ModuleList(scores), SideBySide()
         self.wholes: dict[str, str] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

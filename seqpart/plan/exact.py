@@ -7,8 +7,9 @@ their graphs. All exact methods give the same bits, so only memory and time deci
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
-from seqpart.device.limit import RUNTIME_VARIES, left_of, refused
+from seqpart.device.limit import RUNTIME_VARIES, left_of, limit_for, refused
 from seqpart.errors import DoesNotFit
 from seqpart.methods.exact import STREAMED
 from seqpart.methods.method import Method
@@ -155,7 +156,8 @@ def cuts_of(problem: Problem, method: Method, micro_batch: int) -> list[tuple[in
     possible = starts_of(problem)
     if problem.count is not None:
         return [_balanced(problem, micro_batch, problem.count)]
-    weights = [cost_of(problem, micro_batch, first, last, counted=True) for first, last in _neighbours(problem)]
+    ends = [*possible[1:], len(problem.chain)]
+    weights = [cost_of(problem, micro_batch, *way, counted=True) for way in zip(possible, ends, strict=True)]
     sizes = [cost.slot if not method.stays else cost.saved + cost.output for cost in weights]
     found = [tuple(possible)] if 1 < len(possible) <= _MANY else []
     bound = max(sizes)
@@ -175,11 +177,6 @@ def cuts_of(problem: Problem, method: Method, micro_batch: int) -> list[tuple[in
         if len(starts) == 1:
             return found
         bound *= 2
-
-
-def _neighbours(problem: Problem) -> list[tuple[int, int]]:
-    possible = starts_of(problem)
-    return list(zip(possible, [*possible[1:], len(problem.chain)], strict=True))
 
 
 def _balanced(problem: Problem, micro_batch: int, count: int) -> tuple[int, ...]:
@@ -219,7 +216,7 @@ def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
         f"{left_of(problem.limit)}.\n"
         f"  runtime {format_size(problem.machine.runtime)}; the largest partition is {where}: {contents(cost)}"
         f"\n  {_cure(problem, smallest, last - first, cost)}{whole_parts(problem) if last - first == 1 else ''}",
-        smallest.fits_in,
+        limit_for(smallest.peak),
         smallest.candidate.micro_batch,
     )
 
@@ -261,7 +258,8 @@ def _reasons(
         yield f"{count} partitions{asked}{_shared(best)}"
         if problem.saved is not None and not _as_saved(problem.saved, best):
             yield wording.otherwise
-        yield from _in_runs(candidate.why)
+        for why in dict.fromkeys(candidate.why):  # one line for all partitions with the same reasons
+            yield f"{_named([p for p, other in enumerate(candidate.why) if other == why])}: {why}"
         yield f"boundaries wait on {tiers_in_words(candidate.resources.tiers)}"
         yield from _bound(best)
     yield from _steps_in_words(problem, best)
@@ -324,16 +322,11 @@ def _whys(problem: Problem, best: Prediction) -> tuple[str, ...]:
         for option in options_of(problem, best, offload=bool(problem.machine.graph_tiers))
     }
     left = f"{format_size(max(0, problem.available - best.peak))} are left"
+    graph = partial(_why_graph, tier=problem.machine.host_tier)
     return tuple(
-        "; ".join(filter(None, reasons))
+        "; ".join(filter(None, (why(best, p, options, left) for why in (_why_there, graph, _why_boundary))))
         for p in range(len(best.candidate.parts))
-        for reasons in [
-            (
-                _why_there(best, p, options, left), _why_graph(best, p, options, left, problem.machine.host_tier),
-                _why_boundary(best, p, options, left),
-            )
-        ]
-    )  # fmt: skip
+    )
 
 
 def _whys_of_pairs(best: Prediction) -> tuple[str, ...]:
@@ -401,12 +394,6 @@ def _why_boundary(best: Prediction, p: int, options: _Options, left: str) -> str
 
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
-
-
-def _in_runs(whys: Sequence[str]) -> Iterator[str]:
-    """Lines `partitions 0-3: why`, one for all partitions with the same reasons."""
-    for why in dict.fromkeys(whys):
-        yield f"{_named([p for p, other in enumerate(whys) if other == why])}: {why}"
 
 
 def _named(numbers: Iterable[int]) -> str:

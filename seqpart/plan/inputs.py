@@ -564,7 +564,10 @@ class Inputs:
         head, loss = self.chain.head, self._final_loss
         if head is None:
             return loss
-        return loss.in_chunks(head, loss_chunks) if isinstance(loss, OwnLoss) else tokens_in_chunks(loss, head, loss_chunks)
+        if isinstance(loss, OwnLoss):
+            return loss.in_chunks(head, loss_chunks)
+        smoothing = loss.keywords["label_smoothing"] if isinstance(loss, partial) else 0.0
+        return LossInChunks(head, torch.flatten, loss_chunks, smoothing=smoothing)  # a cross-entropy of positions
 
     def loss_cost(self, request: PlanRequest, micro_batch: int, *, true: bool = False) -> LossCost:
         """Returns a function from a block to (peak, targets), bytes of the loss after it: the true loss after the last block, a
@@ -648,12 +651,6 @@ def chain_and_recorded_loss(
             f"--loss-chunks: the loss {name_of(loss)} could not be looked into, to see whether it takes the logits position by "
             f"position: {reason}. Let it return torch's cross_entropy of the logits, or leave --loss-chunks out."
         ) from error
-
-
-def tokens_in_chunks(loss: LossFunction, head: Head, loss_chunks: int) -> LossInChunks:
-    """Returns the cross-entropy of positions, `loss`, of the states before the head."""
-    smoothing = loss.keywords["label_smoothing"] if isinstance(loss, partial) else 0.0
-    return LossInChunks(head, torch.flatten, loss_chunks, smoothing=smoothing)
 
 
 def outputs_for(loss: LossFunction | None, train: Split, autocast: torch.dtype | None) -> Outputs | None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from seqpart.data.row_packs import RowPack
 from seqpart.device.heap import heap_for, least_heap_for
-from seqpart.device.limit import RUNTIME_VARIES, limit_for
+from seqpart.device.limit import RUNTIME_VARIES
 from seqpart.device.pages import round_up
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
@@ -60,11 +60,6 @@ class Prediction:
     def working(self) -> int:
         """Most bytes beside the slots while any partition works: a kept heap has room for so much."""
         return max(self.works)
-
-    @property
-    def fits_in(self) -> int:
-        """The least limit under which it runs."""
-        return limit_for(self.peak)
 
 
 def first_that_learns(parts: Parts) -> int:

@@ -1,6 +1,7 @@
 """The planning problem: the chain and its costs, the machine and the limit; and what follows from these alone."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -121,7 +122,9 @@ class Problem:
     """True if memory that is left over need not be spent well."""
     pair_rows: Callable[[int], int] = lambda rows: rows
     """Most rows of one pair of classes in a micro-batch."""
-    known: "dict[tuple[int, int, bool], _Grown]" = field(default_factory=dict, compare=False)
+    known: dict[tuple[int, int, bool], tuple[list[PartitionCost], Iterator[PartitionCost]]] = field(
+        default_factory=dict, compare=False
+    )
     """Cache of `cost_of`."""
     placed: "dict[tuple[object, ...], HostPlaces]" = field(default_factory=dict, compare=False)
     """Cache of `host_places`."""
@@ -229,20 +232,6 @@ def starts_of(problem: Problem) -> list[int]:
     return [0, *(number for number in begin[1:] if problem.can_cut_after(costs[number - 1]))]
 
 
-class _Grown:
-    """Costs of the partitions that begin at one block, by their last block (not included); computed when they are needed."""
-
-    def __init__(self, costs: Iterator[PartitionCost], first: int) -> None:
-        self._more, self._last = costs, first
-        self._known: dict[int, PartitionCost] = {}
-
-    def until(self, last: int) -> PartitionCost:
-        while self._last < last:
-            self._last += 1
-            self._known[self._last] = next(self._more)
-        return self._known[last]
-
-
 def cost_of(problem: Problem, micro_batch: int, first: int, last: int, *, counted: bool = False) -> PartitionCost:
     """Cost of blocks first..last (last not included) as one partition. Takes time linear in its blocks, and is cached."""
     key = micro_batch, first, counted
@@ -253,8 +242,10 @@ def cost_of(problem: Problem, micro_batch: int, first: int, last: int, *, counte
             heap_below=problem.machine.heap_below,
             shares=shares_of(problem.train_rows, problem.batch_size, micro_batch),
         )  # fmt: skip
-        problem.known[key] = _Grown(grown, first)
-    return problem.known[key].until(last)
+        problem.known[key] = [], grown
+    found, more = problem.known[key]
+    found += itertools.islice(more, max(0, last - first - len(found)))
+    return found[last - first - 1]
 
 
 def costs_from(problem: Problem, micro_batch: int, first: int, *, counted: bool = False) -> dict[int, PartitionCost]:

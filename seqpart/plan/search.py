@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import itemgetter
 
 from seqpart.methods.method import Method
 from seqpart.model.packs import DEVICE, Tiers
@@ -22,7 +23,7 @@ from seqpart.plan.prediction import (
     options_of,
     predict,
 )
-from seqpart.plan.problem import Parts, Problem, boundary_bytes, least_slot
+from seqpart.plan.problem import Parts, Problem, least_slot
 from seqpart.plan.simulator import Resources
 
 _REPAIRS = 800
@@ -44,15 +45,6 @@ _ROUGHLY = 1.01
 """Tolerance for bounds: a candidate that was not simulated itself may take less than its estimate by this factor."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rough:
-    """A candidate that was not simulated itself: no plan from it takes fewer seconds than `least`."""
-
-    parts: Parts
-    resources: Resources
-    least: float
-
-
 def fastest(
     problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]]
 ) -> Prediction | None:
@@ -62,23 +54,22 @@ def fastest(
     """
     best: dict[tuple[int, Resources], Prediction] = {}
     rough = _roughly(problem, method, micro_batch, candidates)
-    for one in sorted(rough, key=lambda one: one.least):
+    for least, parts, resources in sorted(rough, key=itemgetter(0)):
         # A slot, a heap or boundaries may be worth more where partitions stay: each kind of candidate is refined by itself.
-        rivals = len(one.parts), one.resources
+        rivals = len(parts), resources
         known = min((prediction.seconds for prediction in best.values()), default=math.inf)
-        if one.least >= known:
+        if least >= known:
             break
-        plain = predict(problem, method, micro_batch, one.parts, one.resources)
+        plain = predict(problem, method, micro_batch, parts, resources)
         if plain.peak > problem.available:
             continue
-        for prediction in (plain, *(spent(problem, plain) if len(one.parts) > 1 else ())):
+        for prediction in (plain, *(spent(problem, plain) if len(parts) > 1 else ())):
             if rivals not in best or prediction.seconds < best[rivals].seconds:
                 best[rivals] = prediction
     ranked = sorted(best.values(), key=lambda prediction: prediction.seconds)[:_RIVALS]
     if problem.draft:
         return next(iter(ranked), None)
     near = [one for one in ranked if one.seconds <= _NEAR * ranked[0].seconds]
-    near += [away for one in ranked[:1] if not _ends(problem, one) for away in _one_boundary_away(problem, one)]
     near += [away for one in near if (away := _offloading(problem, one)) is not None]
     better = [one if _ends(problem, one) else refined(problem, one, _REPAIRS // len(near)) for one in near]
     return min(better, key=_rank, default=None)
@@ -127,48 +118,6 @@ def _ends(problem: Problem, prediction: Prediction) -> bool:
     return not prediction.candidate.resources.tiers and _holds_all(prediction, may_stay=problem.auto)
 
 
-_LARGEST = 3
-"""Number of boundaries that are tried off the device, one at a time, where all of them wait on the device."""
-
-
-def _one_boundary_away(problem: Problem, found: Prediction) -> Iterator[Prediction]:
-    """`found` with one of its largest boundaries offloaded, to make room for other options. Candidates offload all or none."""
-    now, elsewhere = found.candidate, [tier for tier in problem.machine.boundary_tiers if tier != DEVICE]
-    costs = [cost for _, _, cost in now.parts]
-    few = len(costs) <= _FEW
-    if not elsewhere or (now.resources.tiers and not few):
-        return
-    entering = [sum(value.nbytes for value in cost.entering) for cost in costs]
-    for p in sorted(range(len(costs)), key=lambda p: -entering[p])[:_LARGEST]:
-        tiers = tuple(elsewhere[0] if other == p else DEVICE for other in range(len(costs)))
-        if boundary_bytes(costs, problem.batch_size, now.micro_batch, tiers, "host") > problem.machine.host_room:
-            continue
-        resources = replace(now.resources, tiers=tiers, keeps_heap=False)
-        away = predict(problem, found.method, now.micro_batch, now.parts, resources, now.keeps, now.offloads)
-        found_anew = _spent_anew(problem, away) if few else ()
-        fitting = [one for one in (away, *found_anew) if one.peak <= problem.available]
-        if fitting:
-            yield min(fitting, key=_rank)
-
-
-def _spent_anew(problem: Problem, found: Prediction) -> Iterator[Prediction]:
-    """Spends the memory of `found` anew, with one slot and with two: with few partitions each is a large part of the plan."""
-    now = found.candidate
-    for slots in {len(now.parts)} if found.method.stays else {1, 2}:
-        resources = replace(now.resources, stays=frozenset(), weights_stay=frozenset(), slots=slots)
-        plain = predict(problem, found.method, now.micro_batch, now.parts, resources)
-        if plain.peak <= problem.available:
-            yield from (_with_graphs(problem, one) for one in (plain, *spent(problem, plain)))
-
-
-def _with_graphs(problem: Problem, best: Prediction) -> Prediction:
-    """`best`, or a faster plan with one more kept graph, which may fit though the sum of bytes says that it does not."""
-    now = best.candidate
-    others = [p for p in range(first_that_learns(now.parts), len(now.parts) - 1) if p not in now.keeps]
-    more = (predict(problem, best.method, now.micro_batch, now.parts, now.resources, now.keeps | {p}) for p in others)
-    return min((best, *(one for one in more if one.peak <= problem.available)), key=lambda one: one.seconds)
-
-
 _PRICES = (0.1, 0.4, 1.0)
 """Price of a second of transfers, in seconds of computing: nearly hidden by it, in part, not at all."""
 
@@ -187,8 +136,9 @@ def _orders(options: Sequence[Option]) -> list[tuple[Option, ...]]:
 
 def _roughly(
     problem: Problem, method: Method, micro_batch: int, candidates: Iterable[tuple[Parts, Resources]]
-) -> Iterator[_Rough]:
-    """Candidates that may fit, with a kept heap and without; those that differ in slots and heap alone share a simulation."""
+) -> Iterator[tuple[float, Parts, Resources]]:
+    """(bound, candidate) of those that may fit, with a kept heap and without: no plan from it takes fewer seconds. Candidates
+    that differ in slots and heap alone share a simulation."""
     simulated: dict[tuple[tuple[int, ...], Tiers], tuple[Prediction, int]] = {}
     for parts, resources in candidates:
         if least_peak(problem, method, micro_batch, parts, resources) > problem.available:
@@ -205,7 +155,7 @@ def _roughly(
             kept = holes if heap else 0
             if peak + kept <= problem.available * _ROUGHLY:
                 way = replace(resources, keeps_heap=heap)
-                yield _Rough(parts, way, _least(problem, plain, way, max(0, problem.available - peak - kept)))
+                yield _least(problem, plain, way, max(0, problem.available - peak - kept)), parts, way
 
 
 def _slots(problem: Problem, parts: Parts, resources: Resources) -> int:
@@ -232,7 +182,7 @@ def smallest_of(problem: Problem, ways: Iterable[tuple[Method, int, Parts, Resou
     """Returns the prediction with the lowest peak of all `ways`, tried in the order of their least peaks."""
     best: Prediction | None = None
     bounds = ((least_peak(problem, *way), way) for way in ways)
-    for least, way in sorted(bounds, key=lambda bound: bound[0]):
+    for least, way in sorted(bounds, key=itemgetter(0)):
         if best is not None and least >= best.peak:
             break
         prediction = predict(problem, *way)

@@ -355,12 +355,7 @@ def _watch_training(
     block: Block, module: nn.Module, tensors: dict[str, torch.Tensor], taken: Sequence[Value], granule: int,
     autocast: torch.dtype | None = None, narrow: CastUses | None = None,
 ) -> BlockCost:  # fmt: skip
-    peaks, saved, saved_alone = [], 0, 0
-    saved_sizes: tuple[int, ...] = ()
-    forward_peak, rows = 0, taken[0].rows
-    gives: tuple[Value, ...] = ()
-    written: frozenset[int] = frozenset()
-    passes: tuple[tuple[int, int], ...] = ()
+    peaks, saved_alone, rows = [], 0, taken[0].rows
     leaves = [[value.sample(learns=value.learns) for value in taken] for _ in range(2)]
     # Inside a chain a block's input is no leaf: it may be written into, as ReLU(inplace=True) does.
     inputs = [[leaf.clone() for leaf in own] for own in leaves]

@@ -74,6 +74,8 @@ _MOST_POINTS = 700
 _SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
 
 Point = tuple[float, float]
+Level = tuple[str, str, float]
+"""A horizontal line in a figure: its CSS class, name and value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,15 +86,6 @@ class Series:
     look: str
     points: Sequence[Point]
     joined: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Level:
-    """A horizontal line in the figure."""
-
-    name: str
-    look: str
-    value: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +103,11 @@ def figure(
     """Returns a figure with lines and points over `x`. marks: x of thin vertical lines."""
     points = [point for one in series for point in one.points]
     across = _range([at for at, _ in points], x)
-    up = _range([value for _, value in points] + [level.value for level in levels], y)
+    up = _range([value for _, value in points] + [value for *_, value in levels], y)
     drawn = [
         *(f'<path class="grid" d="M0 {_y(value, up)}H{_SIDE}"/>' for value in ticks(*up, y.steps)),
         *(f'<path class="mark" d="M{_x(at, across)} 0V{_SIDE}"/>' for at in marks),
-        *(f'<path class="level {level.look}" d="M0 {_y(level.value, up)}H{_SIDE}"/>' for level in levels),
+        *(f'<path class="level {look}" d="M0 {_y(value, up)}H{_SIDE}"/>' for look, _, value in levels),
         *(_drawn(one, across, up) for one in series),
     ]
     beside = [
@@ -125,7 +118,7 @@ def figure(
         f'<span class="x" style="left:{_percent(value, across):.2f}%">{escape(x.text(value))}</span>'
         for value in ticks(*across, x.steps)
     ]
-    shown = [*((one.look, one.name) for one in series), *((level.look, level.name) for level in levels)]
+    shown = [*((one.look, one.name) for one in series), *((look, name) for look, name, _ in levels)]
     names = "".join(f'<li class="{look}">{escape(name)}</li>' for look, name in shown)
     return (
         f'<figure><figcaption>{escape(title)}</figcaption><ul class="legend">{names}</ul><div class="plot">{"".join(beside)}'
@@ -277,9 +270,9 @@ def _memory(run: RecordedRun) -> str:
         return ""
     series = [Series(name="", look="s1", points=[(at, float(held)) for at, held in curve.points]) for curve in run.curves]
     names = [Series(name="measured, the highest of each moment", look="s1", points=())]
-    levels = [Level(name=f"limit {format_size(_limit(run))}", look="limit", value=_limit(run))]
+    levels = [("limit", f"limit {format_size(_limit(run))}", _limit(run))]
     if run.plan is not None:
-        levels.append(Level(name=f"predicted peak {format_size(run.plan.peak)}", look="predicted", value=run.plan.peak))
+        levels.append(("predicted", f"predicted peak {format_size(run.plan.peak)}", run.plan.peak))
     drawn = figure(
         "Memory over time", [*names, *series], _TIME, Axis(text=lambda held: format_size(int(held)), whole=True),
         levels=levels, marks=run.resumed_at,

@@ -11,18 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from seqpart.config import TrackerName
 from seqpart.errors import OptionError
-
-
-class Tracker(Protocol):
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs values after so many updates."""
-
-    def close(self) -> None:
-        """Returns when everything logged is saved."""
 
 
 def load(names: Sequence[TrackerName]) -> None:
@@ -41,7 +33,7 @@ def load(names: Sequence[TrackerName]) -> None:
 
 def opened(
     name: TrackerName, folder: Path, run: str, settings: Mapping[str, Any], behind: int | None, *, mode: str | None = None
-) -> Tracker:
+) -> "TensorBoard | WeightsAndBiases":
     """Returns a tracker that writes below `folder` about `run`, which is new or resumes after `behind` updates.
 
     mode: of wandb; None: as WANDB_MODE says.
@@ -58,11 +50,13 @@ class TensorBoard:
         self._writer = _writer()(str(folder), purge_step=None if behind is None else behind + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs values after so many updates."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
+        """Returns when everything logged is saved."""
         self._writer.close()
 
 

@@ -343,7 +343,6 @@ class Executor:
     def _bring_home(self, error: Exception) -> None:
         with contextlib.suppress(Exception):  # the error that is being raised says what is wrong
             self._retreat(str(error))
-            self._wait_for_homes()
             self._hooks.failed(self, error)
 
     def _undo_updates(self, text: str) -> None:

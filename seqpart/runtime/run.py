@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import astuple, replace
 from functools import cache, cached_property
 from typing import Any
@@ -90,7 +90,7 @@ class Run:
         )  # fmt: skip
         if resumed is not None:
             reporter.say(resumed.words(prepared.phases))
-        self.reader_thread = stack.enter_context(ReaderThread())
+        self.reader_thread = stack.enter_context(closing(ReaderThread()))
         self.reader_thread.watched = self._observer.watched
         sampler.usage.grant(prepared.plan.host_limit)
         kept = before.loop if before is not None else LoopState(frozen=[*planner.late], learns=[*planner.late])

@@ -24,7 +24,7 @@ from seqpart.errors import CorruptFile, OptionError
 from seqpart.model.metrics import Metrics
 from seqpart.report.reporter import Reporter
 from seqpart.report.trace import MOST, Trace
-from seqpart.report.trackers import Tracker, opened
+from seqpart.report.trackers import TensorBoard, WeightsAndBiases, opened
 from seqpart.runtime.executor import Executor
 from seqpart.runtime.observer import Observer
 from seqpart.runtime.partition import Partition
@@ -57,7 +57,7 @@ class Tracking:
 
     def __init__(self, names: Sequence[TrackerName], sampler: Sampler, reporter: Reporter) -> None:
         self._names, self._reporter = names, reporter
-        self._trackers: dict[TrackerName, Tracker] = {}
+        self._trackers: dict[TrackerName, TensorBoard | WeightsAndBiases] = {}
         self._since = _Since(time.monotonic(), Metrics())
         self._phases: Sequence[Phase] = ()
         self._floors: dict[TrackerName, int] = {}

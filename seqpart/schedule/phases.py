@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Protocol, overload
+from typing import overload
 
 from seqpart.schedule.lengths import Interval
 from seqpart.schedule.phase import Phase, PhaseKind
@@ -89,26 +89,10 @@ class Epochs:
         yield from ((phase, 1) for phase in self.following)
 
 
-class Stretch(Protocol):
-    """Phases that belong together, counted from 0; the methods are described at `Epochs`."""
-
-    @property
-    def train(self) -> Phase: ...
-    @property
-    def epochs(self) -> int: ...
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Phase: ...
-    def stands(self, index: int) -> tuple[int, int | None]: ...
-    def index_of(self, epochs: int, following: int | None) -> int: ...
-    def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]: ...
-    def trainings(self) -> Iterator[tuple[int, Phase]]: ...
-    def walked(self) -> Iterator[tuple[Phase, int]]: ...
-
-
 class Phases(Sequence[Phase]):
     """The phases of several stretches, one after the other; or a slice of them, from phase number `start` to `stop`."""
 
-    def __init__(self, stretches: Iterable[Stretch], start: int = 0, stop: int | None = None) -> None:
+    def __init__(self, stretches: Iterable["Epochs | Rounds | Pieces"], start: int = 0, stop: int | None = None) -> None:
         self.stretches = tuple(stretches)
         self._ends = list(itertools.accumulate(len(stretch) for stretch in self.stretches))
         whole = self._ends[-1] if self._ends else 0

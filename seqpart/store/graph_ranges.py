@@ -125,8 +125,7 @@ class SharedRanges(Ranges):
     def begin(self, key: Key) -> torch.Tensor:
         return _room(self._rooms, key)
 
-    def open(self, key: Key) -> torch.Tensor:
-        return _room(self._rooms, key)
+    open = begin
 
 
 def _room(rooms: Rooms, key: Key) -> torch.Tensor:

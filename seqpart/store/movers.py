@@ -33,7 +33,4 @@ class Watched(Protocol):
 
 def unwatched(stream: str, what: str, *, link: str = "", nbytes: int = 0) -> AbstractContextManager[None]:
     """A `Watched` that observes nothing."""
-    return _NOBODY
-
-
-_NOBODY = nullcontext()
+    return nullcontext()

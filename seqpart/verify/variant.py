@@ -87,8 +87,7 @@ class Variant:
         sampler = Sampler(MemoryUsage(planner.device), limit=self.limit)
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, planner.folder, ignore_errors=True)
-            silent = WarningsAlone()
-            stack.callback(silent.close)
+            silent = stack.enter_context(closing(WarningsAlone()))
             stack.enter_context(planner.device.at_work())
             stack.enter_context(planner.device.own_random_state())
             sampler.start()
@@ -196,17 +195,14 @@ def _space(plan: Plan, planner: Planner) -> Space:
     )  # fmt: skip
 
 
-def agreed(limited: Variant, first: Digests, other: Variant, reporter: Reporter) -> Digests:
-    """Runs `other` and returns its digests. Raises VerifyMismatch if a bit differs from the limited run."""
+def agreed(first: Digests, other: Variant, reporter: Reporter, differ: str, where: str) -> Digests:
+    """Runs `other` and returns its digests. Raises VerifyMismatch if a bit differs from the first run's: says which two runs
+    `differ`, and `where` a block may behave differently."""
     digests = Digests(first.steps, expected=first.seen)
     other.run(digests, reporter)
     if digests.first is not None:
-        raise VerifyMismatch(
-            f"{limited.method} as it was planned ({Answers.of(limited.prepared.plan)}) and with another plan "
-            f"({Answers.of(other.prepared.plan)}) differ, first in {digests.first} {digests.first.when(first.steps)}: a block "
-            "behaves differently where its partition stays, is loaded again or is recomputed. Does one keep state that is "
-            "neither parameter nor buffer, or look at its input's grad_fn?"
-        )
+        key = digests.first
+        raise VerifyMismatch(f"{differ}, first in {key} {key.when(first.steps)}: a block behaves differently where {where}")
     return digests
 
 

@@ -170,7 +170,13 @@ def _compared(
     divided = _other_micro_batches(limited, first, variant, reporter)
     plans = drawn_plans(limited, trainer(**whole, method="auto"), train, sweep) if sweep else ()
     for drawn in plans:
-        _compare_evaluations(limited, drawn, first, agreed(limited, first, drawn, reporter))
+        one, two = Answers.of(limited.prepared.plan), Answers.of(drawn.prepared.plan)
+        differ = f"{limited.method} as it was planned ({one}) and with another plan ({two}) differ"
+        where = (
+            "its partition stays, is loaded again or is recomputed. Does one keep state that is neither parameter nor buffer, "
+            "or look at its input's grad_fn?"
+        )
+        _compare_evaluations(limited, drawn, first, agreed(first, drawn, reporter, differ, where))
     return replace(
         _agreement(limited, other, first, str(control.first)), cuts=cuts, divided=divided, unlike=unlike,
         plans=tuple(drawn.prepared.plan for drawn in plans),
@@ -226,16 +232,10 @@ def _other_cuts(limited: Variant, first: Digests, variant: Callable[..., Variant
     counts = tuple(sorted({2, blocks} - {cut}))
     for count in counts:
         starts = range(blocks) if count == blocks else (0, blocks // 2)
-        digests = Digests(first.steps, expected=first.seen)
         other = variant(f"cut in {count}", partitions=tuple(starts))
-        other.run(digests, reporter)
-        if digests.first is not None:
-            raise VerifyMismatch(
-                f"{limited.method} in {cut} partitions and in {count} differ, first in {digests.first} "
-                f"{digests.first.when(first.steps)}: a block behaves differently where a partition begins with it. Does one "
-                "look at its input's grad_fn, or detach it?"
-            )
-        _compare_evaluations(limited, other, first, digests)
+        differ = f"{limited.method} in {cut} partitions and in {count} differ"
+        where = "a partition begins with it. Does one look at its input's grad_fn, or detach it?"
+        _compare_evaluations(limited, other, first, agreed(first, other, reporter, differ, where))
     return counts
 
 

@@ -1,5 +1,7 @@
 """The boundary cache: every row once, in an order that place decides, read ahead without losing an error."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 import torch
@@ -37,7 +39,7 @@ def small_windows(monkeypatch):
 
 @pytest.fixture
 def pool():
-    with ReaderThread() as threads:
+    with closing(ReaderThread()) as threads:
         yield threads
 
 

@@ -207,27 +207,3 @@ def test_the_cut_that_is_the_fastest_before_memory_is_spent_well_need_not_be_so_
     """Only that one was made better, and of equal graphs the first were kept, for the longest time: 12 % slower with more."""
     before, after = seconds_at([block(23 * KB, 34 * KB, 8 * KB, 10**8)] * 11, SLOW_DISK, CHECKPOINTED, 8, (0.625, 0.6875))
     assert after <= before
-
-
-@pytest.mark.slow
-def test_one_boundary_elsewhere_makes_room_for_all_partitions_to_stay():
-    """Found by the law above: all boundaries began on the device, or none did, and neither way led there: 2 x."""
-    chain = [block(9 * KB, 0, 3 * KB, 10**6), block(17 * KB, 36 * KB, 26 * KB, 10**6), block(KB, 0, KB, 10**6)]
-    law(chain, SLOW_DISK, 0.0, STREAMED, boundary_tiers=("device", "disk"))
-
-
-@pytest.mark.slow
-def test_where_all_boundaries_wait_elsewhere_one_of_them_may_do():
-    """Found by the same law: all waited on the disk, and none of them alone was tried from there: 9 % slower."""
-    chain = [(53248, 32768, 61440, 10), (73728, 77824, 106496, 56), (53248, 32768, 61440, 10)]
-    chain = [block(weights, saved, output, flops * 10**6) for weights, saved, output, flops in chain]
-    law(chain, SLOW_DISK, 0.0, STREAMED, boundary_tiers=("device", "disk"))
-
-
-@pytest.mark.slow
-def test_a_graph_that_would_take_more_than_is_left_where_bytes_add_up_is_tried():
-    """All partitions stay, one boundary waits on the disk and one graph is kept: no single step led there, 8 % slower."""
-    chain = [(77824, 143360, 225280, 36), (12288, 155648, 208896, 100), (49152, 106496, 106496, 67)]
-    chain = [block(weights, saved, output, flops * 10**6) for weights, saved, output, flops in chain]
-    speeds = Speeds(flops=1e10, optimizer=1e9, read=2e7, write=2e9)
-    law(chain, speeds, 0.05, STREAMED, boundary_tiers=("device", "disk"))

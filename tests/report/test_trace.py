@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_a_traced_run_has_the_same_bits(traced):
 def test_rows_that_are_read_from_the_disk_have_a_line(tmp_path):
     rows, _, labels = made(tmp_path, RowLayout((5, 3), torch.float32))
     phase, trace = phase_of(), Trace(tmp_path / "trace.json")
-    with ReaderThread() as thread:
+    with closing(ReaderThread()) as thread:
         thread.watched = trace.watched
         reader = Reader(rows, labels, phase, Device(), thread, seed=3)
         for _ in phase.spans():

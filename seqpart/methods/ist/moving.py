@@ -106,15 +106,11 @@ def _row_bytes(spec: TensorSpec) -> int:
     return _shape(spec)[1] * spec.dtype.itemsize
 
 
-def _raw(dtype: torch.dtype) -> str:
-    return f"u{dtype.itemsize}"
-
-
 def _rows_of(spec: TensorSpec, source: Source | None) -> Iterator[Rows]:
     """Yields the tensor some rows at a time, in one buffer that is reused; zeros without a source."""
     count, columns = _shape(spec)
     at_once = max(1, WHOLE // max(1, _row_bytes(spec)))
-    buffer = np.zeros((min(at_once, max(1, count)), columns), _raw(spec.dtype))
+    buffer = np.zeros((min(at_once, max(1, count)), columns), f"u{spec.dtype.itemsize}")
     for start in range(0, max(1, count), at_once):
         rows = buffer[: min(at_once, count - start)]
         if source is None:

@@ -13,6 +13,7 @@ The paper trains x + f and tests x + f / S. Here f stands for its f / S: the sam
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -104,21 +105,14 @@ def _known(module: nn.Module) -> str | None:
     return next((name for name in names if getattr(module, name, None) is not None), None)
 
 
-class _Times:
+def _times(factor: int, module: nn.Module, taken: object, given: torch.Tensor) -> torch.Tensor:
     """A forward hook that multiplies the output."""
-
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
-
-    def __call__(self, module: nn.Module, taken: object, given: torch.Tensor) -> torch.Tensor:
-        return given * self.factor
+    return given * factor
 
 
 def scaled(module: nn.Module, branch: str, parts: int) -> nn.Module:
     """Returns `module` with its residual multiplied by `parts`."""
-    end = module.get_submodule(branch)
-    end.register_forward_hook(_Times(parts))
-    end.scaled_by = parts  # type: ignore[assignment]
+    module.get_submodule(branch).register_forward_hook(partial(_times, parts))
     return module
 
 
