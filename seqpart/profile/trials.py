@@ -115,6 +115,8 @@ class Trials:
         """Bytes of the limit that other processes of the run have."""
         self._versions, self._compiling, self._compiler_peak = 0, 0.0, 0
         """Blocks and numbers of rows that were compiled, the seconds, and the most bytes that the compiler held."""
+        self._sums, self._has_kept = list[str](), False
+        """Sums of the latest outputs; True if one of them has no values, of a tensor that a block kept when it was recorded."""
         self.new_notes: list[str] = []
         """Blocks that could not be run alone, in words: their costs are counted only."""
 
@@ -280,7 +282,7 @@ class Trials:
                 if self._device.is_out_of_memory(error) and fewer > 1:
                     fewer = -(-fewer // 2)
                     continue
-                if isinstance(error, ModelError):
+                if isinstance(error, ModelError) and self._has_kept:
                     raise
                 reason = first_line(error)
                 if _NO_KERNEL in reason:
@@ -440,6 +442,7 @@ class Trials:
         with without_symbols(), self._device.autocast(self._autocast), self._chain[number].compiled(module):
             found = run_fake(module, tensors, *xs)
         if any(isinstance(one, FakeTensor) for one in found):
+            self._has_kept = True
             raise ModelError(
                 f"{self._chain[number]} computes with a tensor that it made when it was recorded, without values, and kept in "
                 "a global or a closure. No checkpoint has that: make it a buffer (register_buffer) in __init__."
