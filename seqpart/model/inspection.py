@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodDescriptorType, MethodType
 from typing import Any
 
 import torch
@@ -295,6 +295,9 @@ def listed(module: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterator[No
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every nn.Module has."""
 Remembered = Mapping[tuple[nn.Module, str], object]
+_KNOWN = ("builtins", "collections", "functools", "itertools", "_random", "types", "numpy")
+_PICKLED = ("__getstate__", "__reduce__", "__reduce_ex__")
+"""Packages in C whose objects are small, and the methods of what pickle keeps."""
 _MOST, _DEEP = 1000, 3
 """Most values of an attribute that are compared, and how deep in objects that it holds."""
 
@@ -348,8 +351,11 @@ def _looks(value: object, deep: int = _DEEP) -> object:
 
 def _state(value: object) -> object:
     """Returns what pickle would keep of an object, such as a dataclass, an iterator or a random generator; None for those that
-    it does not take, for modules, and for arrays, which it would copy."""
-    if isinstance(value, type | nn.Module | FunctionType | MethodType) or hasattr(value, "__array__"):
+    it does not take, for modules, and for what it would copy: arrays, and objects of other languages, such as tokenizers."""
+    kind = type(value)
+    own = [getattr(kind, name) for name in _PICKLED if getattr(kind, name) is not getattr(object, name)]
+    foreign = kind.__module__.split(".")[0] not in _KNOWN and any(isinstance(one, MethodDescriptorType) for one in own)
+    if foreign or isinstance(value, type | nn.Module | FunctionType | MethodType) or hasattr(value, "__array__"):
         return None
     if isinstance(value, GeneratorType):
         return value.gi_frame and dict(value.gi_frame.f_locals)

@@ -5,6 +5,7 @@ import copy
 import itertools
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,6 +125,7 @@ def of_slots(state):
 
 OBJECTS = {
     "a dataclass in an object with slots": (Slotted, of_slots),
+    "a namespace": (lambda: SimpleNamespace(calls=Calls()), of_slots),
     "a random generator": (lambda: random.Random(0), lambda state: state.random()),
     "one of numpy": (lambda: np.random.default_rng(0), lambda state: state.random()),
     "a counter of itertools": (itertools.count, next),
