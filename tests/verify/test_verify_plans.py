@@ -99,7 +99,7 @@ def test_plans_that_a_model_refuses_are_drawn_again():
 
 
 class Remembers(nn.Linear):
-    """Does something else with rows that it has seen while its partition was on the device."""
+    """Does something else with large rows that it has seen while its partition was on the device. No plan tries such rows."""
 
     def __init__(self):
         super().__init__(8, 8)
@@ -107,7 +107,7 @@ class Remembers(nn.Linear):
 
     def forward(self, x):
         y = super().forward(x)
-        if type(x) is not torch.Tensor or not self.training:
+        if type(x) is not torch.Tensor or not self.training or x.abs().max() < 20:
             return y
         rows = x.detach().numpy().tobytes()
         again = rows in self.seen
@@ -119,12 +119,13 @@ class Remembers(nn.Linear):
 def test_a_block_that_knows_what_it_has_seen_on_the_device_is_found_by_another_plan():
     """Where all graphs are kept, and where its partition leaves between forward and backward, nobody notices."""
     blocks = [lambda: nn.Linear(8, 8), Remembers, lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 4)]
-    options = {"partitions": 2, "steps": 2, "epochs": 1}
-    assert check(lambda: blocks, numbers(8), **options).cuts
+    options, rows = {"partitions": 2, "steps": 2, "epochs": 1}, numbers(8)
+    rows = (1000 * rows[0], rows[1])
+    assert check(lambda: blocks, rows, **options).cuts
     with pytest.raises(
         VerifyMismatch, match=r"as it was planned .* and with another plan \(cut at .*staying: .* differ, first in"
     ):
-        check(lambda: blocks, numbers(8), sweep=8, **options)
+        check(lambda: blocks, rows, sweep=8, **options)
 
 
 # --- a plan that was saved --------------------------------------------------------------------------------------------
