@@ -22,6 +22,7 @@ from seqpart.errors import DataError, DoesNotFit, ModelError, OutOfMemory, Verif
 from seqpart.intake import tested_on_first
 from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss, TrueLoss
+from seqpart.model.live_modules import modules_of
 from seqpart.model.reductions import LossValue, share_of_update
 from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
@@ -268,7 +269,7 @@ def _filled(session: Run, model: object) -> tuple[nn.Module, dict[int, dict[str,
     except Exception as error:
         raise Unlike(f"the model cannot be copied: {type(error).__name__}: {error}") from None
     assert isinstance(plain, nn.Module)
-    for parameter in (parameter for block in chain if block.alive is not None for parameter in block.alive.parameters()):
+    for parameter in dict.fromkeys(one for module in modules_of(model) for one in module.parameters(recurse=False)):
         for hook in (parameter._backward_hooks or {}).values():  # which a copy does not have
             copies[id(parameter)].register_hook(hook)
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():

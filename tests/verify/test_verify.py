@@ -481,8 +481,10 @@ def halve(weight):
 
 def hooked(kind):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(13, 9), nn.ReLU(), nn.Linear(9, 5))
-    if kind == "gradient":
+    model = nn.Sequential(nn.Linear(13, 13), nn.ReLU(), nn.Linear(13, 13), nn.Linear(13, 5))
+    if kind == "of two layers":
+        model[2].weight = model[0].weight
+    if kind != "accumulated":
         model[0].weight.register_hook(lambda gradient: 0.5 * gradient)
     else:
         model[0].weight.register_post_accumulate_grad_hook(halve)
@@ -490,11 +492,12 @@ def hooked(kind):
 
 
 @pytest.mark.usefixtures("no_further_runs")
-@pytest.mark.parametrize("kind", ["gradient", "accumulated"])
-def test_a_plain_loop_has_the_hooks_of_parameters(kind):
-    """A copy of a model has none, so a model that trained as it should was said to differ from a plain loop."""
+@pytest.mark.parametrize(("kind", "partitions"), [("gradient", 2), ("accumulated", 2), ("of two layers", (0, 3))])
+def test_a_plain_loop_has_the_hooks_of_parameters(kind, partitions):
+    """A copy of a model has none, so a model that trained as it should was said to differ from a plain loop; then the copy had
+    those of a shared weight twice."""
     rows = torch.randn(32, 13), torch.arange(32) % 5
-    assert check(lambda: hooked(kind), rows, batch_size=16, epochs=2, partitions=2).unlike == ""
+    assert check(lambda: hooked(kind), rows, batch_size=16, epochs=2, partitions=partitions).unlike == ""
 
 
 GIVEN = {
