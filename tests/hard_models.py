@@ -331,31 +331,15 @@ class Filled(nn.Module):
         return self.c(filled.masked_fill(mask, 0.0))
 
 
-class Graded(nn.Module):
-    """Does something else where nobody wants gradients. asks: what it looks at."""
+class Between(nn.Module):
+    """Calls a function between two layers."""
 
-    def __init__(self, asks):
+    def __init__(self, function):
         super().__init__()
-        self.first, self.last, self.asks = nn.Linear(4, 6), nn.Linear(6, 3), asks
+        self.first, self.last, self.function = nn.Linear(4, 6), nn.Linear(6, 3), function
 
     def forward(self, x):
-        x = self.first(x)
-        return self.last(x if self.asks(x) else x.relu())
-
-
-class Projected(nn.Module):
-    """Projects by numbers that it draws from one seed. scope: context in which it sets the seed."""
-
-    def __init__(self, scope):
-        super().__init__()
-        self.first, self.last, self.scope = nn.Linear(4, 6), nn.Linear(6, 3), scope
-
-    def forward(self, x):
-        x = self.first(x)
-        with self.scope():
-            torch.manual_seed(3)
-            drawn = torch.randn(6, 6)
-        return self.last(x @ drawn)
+        return self.last(self.function(self.first(x)))
 
 
 class Looped(nn.TransformerEncoder):

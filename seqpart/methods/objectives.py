@@ -182,12 +182,9 @@ class Prototypes:
         scale = targets.config.prototype_scale_of(targets.partition, targets.classes)
         self._scale = scale / self._features.size**0.5
         self._directions = _labels(
-            targets,
-            self._features.size,
-            normal=True,
-            orthogonal=self.orthogonal,
+            targets, self._features.size, normal=True, orthogonal=self.orthogonal,
             finish=lambda rows: rows.div_(torch.linalg.vector_norm(rows, dim=1, keepdim=True)),
-        )
+        )  # fmt: skip
         self.nbytes = self._directions.nbytes
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -204,7 +203,7 @@ def _tensors(path: Path) -> list[Stored]:
     if any(stored.start + stored.spec.nbytes > size or stored.spec.offset < 0 for stored in found):
         raise CorruptFile(f"{path} ends before its last tensor: it was not copied whole. Use another copy.", path)
     ordered = sorted(found, key=lambda stored: stored.start)
-    if any(one.start + one.spec.nbytes > other.start for one, other in pairwise(ordered)):
+    if any(one.start + one.spec.nbytes > other.start for one, other in itertools.pairwise(ordered)):
         raise CorruptFile(f"{path} has tensors that lie over each other. Use another copy.", path)
     return found
 

@@ -95,6 +95,10 @@ CostsAt = Callable[[int], Sequence[BlockCost]]
 """Costs as they are counted on fake tensors, at a number of rows."""
 
 
+class _KeptTensor(Exception):
+    """A block computes with a tensor without values, which it has kept since it was recorded."""
+
+
 class Trials:
     """Results of real runs so far, by kind of block and number of rows, each run once."""
 
@@ -115,8 +119,6 @@ class Trials:
         """Bytes of the limit that other processes of the run have."""
         self._versions, self._compiling, self._compiler_peak = 0, 0.0, 0
         """Blocks and numbers of rows that were compiled, the seconds, and the most bytes that the compiler held."""
-        self._sums, self._has_kept = list[str](), False
-        """Sums of the latest outputs; True if one of them has no values, of a tensor that a block kept when it was recorded."""
         self.new_notes: list[str] = []
         """Blocks that could not be run alone, in words: their costs are counted only."""
 
@@ -278,12 +280,12 @@ class Trials:
                 with put_off(), _left_alone(block, self._device):
                     found, changed = self._once(number, fewer)
                 remembers = bool(changed) and not self._does_the_same(number, fewer)
+            except _KeptTensor as error:
+                raise ModelError(f"{block} {error}") from None
             except Exception as error:
                 if self._device.is_out_of_memory(error) and fewer > 1:
                     fewer = -(-fewer // 2)
                     continue
-                if isinstance(error, ModelError) and self._has_kept:
-                    raise
                 reason = first_line(error)
                 if _NO_KERNEL in reason:
                     cure = f" under autocast of {self._autocast}: give --dtype fp32" if self._autocast else ""
@@ -344,15 +346,14 @@ class Trials:
         with with_tensors(module, tensors):
             module.train()
             before = remembered(module.modules())
-            self._train(module, tensors, xs, number)
-            sums = self._sums
+            _, sums = self._train(module, tensors, xs, number)
             kept = self._kept(module, tensors, xs, number) if _has(module, nn.RNNBase) else 0
             faults = page_faults()
-            seen = self._train(module, tensors, xs, number)
-            faults, differs = page_faults() - faults, self._sums != sums
+            seen, sums_again = self._train(module, tensors, xs, number)
+            faults = page_faults() - faults
             seconds = seen.forward_seconds, seen.backward_seconds
             if sum(seconds) < _SHORT:  # anything else that runs for a moment would be taken for its own time
-                again = self._train(module, tensors, xs, number)
+                again, _ = self._train(module, tensors, xs, number)
                 seconds = min(seconds[0], again.forward_seconds), min(seconds[1], again.backward_seconds)
             now = remembered(module.modules())
             module.eval()
@@ -374,7 +375,7 @@ class Trials:
             forward_seconds=seconds[0], backward_seconds=seconds[1], kept_seconds=kept_seconds,
         )  # fmt: skip
         changed = {name for (part, name), value in now.items() if before.get((part, name)) != value}
-        return found, changed or ({""} if differs else set())
+        return found, changed or ({""} if sums_again != sums else set())
 
     def _kept(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor], number: int) -> int:
         """Bytes of the storages that autograd saves, each rounded up to cache lines as in an offloaded graph
@@ -399,8 +400,11 @@ class Trials:
         learn = [value.learns and (not compiles or value.number in self._learned) for value in takes]
         return [value.sample(self._device.torch, learns=one) for value, one in zip(takes, learn, strict=True)]
 
-    def _train(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor], number: int) -> Excess:
-        """Runs one micro-batch; returns all bytes that it took, measured as in profile/blocks.py, and the seconds."""
+    def _train(
+        self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor], number: int
+    ) -> tuple[Excess, list[str]]:
+        """Runs one micro-batch from the same seed; returns all bytes that it took, measured as in profile/blocks.py, and the
+        seconds; and the sums of its outputs."""
         entering = [x.clone() for x in xs]  # inside a chain a block's input is no leaf
         torch.manual_seed(0)
         self._reservations.restart()
@@ -408,10 +412,10 @@ class Trials:
         ys = self._forward(module, tensors, entering, number)
         forward_seconds = self._now() - began
         forward, saved = self._most() - held, self._meter.now() - held
-        self._sums = [repr(y.detach().sum()) for y in ys]
+        sums = [repr(y.detach().sum()) for y in ys]
         roots = [y for y in ys if y.requires_grad]
         if not roots:
-            return Excess(forward=forward, saved=saved, forward_seconds=forward_seconds)
+            return Excess(forward=forward, saved=saved, forward_seconds=forward_seconds), sums
         edges, gradients = [get_gradient_edge(y) for y in roots], [torch.ones_like(y) for y in roots]
         del ys, roots
         held, began = self._meter.restart(), self._now()
@@ -425,7 +429,7 @@ class Trials:
         return Excess(
             forward=forward, saved=saved, untouched_peak=untouched, backward=backward,
             forward_seconds=forward_seconds, backward_seconds=backward_seconds,
-        )  # fmt: skip
+        ), sums  # fmt: skip
 
     def _now(self) -> float:
         self._device.wait(self._device.mark())
@@ -442,10 +446,9 @@ class Trials:
         with without_symbols(), self._device.autocast(self._autocast), self._chain[number].compiled(module):
             found = run_fake(module, tensors, *xs)
         if any(isinstance(one, FakeTensor) for one in found):
-            self._has_kept = True
-            raise ModelError(
-                f"{self._chain[number]} computes with a tensor that it made when it was recorded, without values, and kept in "
-                "a global or a closure. No checkpoint has that: make it a buffer (register_buffer) in __init__."
+            raise _KeptTensor(
+                "computes with a tensor that it made when it was recorded, without values, and kept in a global or a closure. "
+                "No checkpoint has that: make it a buffer (register_buffer) in __init__."
             )
         return found
 
