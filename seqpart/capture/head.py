@@ -18,7 +18,7 @@ from torch import nn
 from seqpart.capture.program import Op, Own, RecordedHead, Ref, leaves, mapped
 from seqpart.capture.segment import Segment, Steps
 from seqpart.errors import ModelError
-from seqpart.model.inspection import is_listened_to
+from seqpart.model.inspection import has_hooks, is_listened_to
 from seqpart.model.loss_chunks import Head
 
 _SHAPES = {"view", "reshape", "flatten", "contiguous", "unsqueeze", "squeeze", "clone"}
@@ -27,9 +27,11 @@ _VALUES = {"float", "double", "to", "type", "mul", "div", "__mul__", "__rmul__",
 
 
 def built(head: RecordedHead, segment: Segment) -> Head:
-    """Returns the head. segment: has its modules and tensors."""
+    """Returns the head. segment: has its modules and tensors. Raises ModelError if its parameters have hooks."""
     select, scores = segment.run_of(_chained(head.slices)), segment.run_of(_chained(head.scores))
     parameters = partial(segment.parameters_of, head.scores[0])
+    if any(map(has_hooks, parameters())):
+        raise _none(f"{head.name} has hooks on gradients, which would run for each chunk")
     return Head(head.name, (head.inputs, head.classes), parameters, select, scores)
 
 

@@ -232,9 +232,15 @@ def _put_back(value: Any, content: Any) -> object:
 
 
 def is_listened_to(module: nn.Module) -> bool:
-    """True if the module has hooks or a forward of its own, which would be lost if another module replaced it."""
+    """True if the module or a parameter of its own has hooks, or it a forward of its own, which would be lost if another module
+    replaced it."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or "forward" in vars(module)
+    return any(hooks) or "forward" in vars(module) or any(map(has_hooks, module._parameters.values()))
+
+
+def has_hooks(parameter: torch.Tensor | None) -> bool:
+    """True if the parameter has hooks on its gradient."""
+    return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 @contextmanager

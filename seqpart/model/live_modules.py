@@ -24,6 +24,7 @@ from seqpart.device.pages import bytes_of, round_up
 from seqpart.errors import CorruptFile, ModelError, OptionError
 from seqpart.interrupts import undivided
 from seqpart.model.blocks import Block
+from seqpart.model.inspection import has_hooks
 from seqpart.model.tensors import tensors_of
 from seqpart.store.direct import REQUEST, explained
 
@@ -106,7 +107,7 @@ class MetaTensors:
         for module in modules_of(model):
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta and id(parameter) not in others:
-                    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                    if has_hooks(parameter):
                         raise ModelError(
                             f"the parameter {name} of a {type(module).__name__} is on the meta device and has a hook, which "
                             "would be lost when it gets its values. Build that module without parameters_on_meta, or leave the "

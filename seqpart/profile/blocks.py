@@ -20,7 +20,7 @@ from seqpart.device.device import Device
 from seqpart.device.pages import round_up
 from seqpart.errors import DataError, ModelError
 from seqpart.model.blocks import Block, Chain
-from seqpart.model.inspection import cure_of_tokens, cure_of_types, frozen_in, in_other_words
+from seqpart.model.inspection import cure_of_tokens, cure_of_types, frozen_in, has_hooks, in_other_words
 from seqpart.model.packs import ROWS, Value, has_gradients
 from seqpart.model.tensors import layout_of, run_fake, tensors_of, with_tensors
 from seqpart.profile.fake_mode import (
@@ -317,7 +317,7 @@ def _measure_module(
             text += f" {tokens}"
         raise DataError(text) from error
     layout = layout_of(own)
-    hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())  # as no fake parameter is
+    hooked = any(map(has_hooks, module.parameters()))  # as no fake parameter is
     return replace(
         found,
         layout=layout,

@@ -429,13 +429,24 @@ class Partition:
 
     @contextmanager
     def collect_tied_gradients(self) -> Iterator[dict[Tied, torch.Tensor | None]]:
-        """A context in which gradients of parameters that other partitions own start as None; after it the dict holds them."""
+        """A context in which gradients of parameters that other partitions own start as None; after it the dict holds them.
+
+        Hooks of these parameters do not run: they get the sum of all uses, as in a model that is not cut, from their owner.
+        """
         found: dict[Tied, torch.Tensor | None] = {}
         parameters = {tie: block.module.get_parameter(tie.name) for block, tie in self.tied}
         before = {tie: parameter.grad for tie, parameter in parameters.items()}
+        every = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in set(parameters.values())]
+        hooks = [(hooks, dict(hooks)) for pair in every for hooks in pair if hooks]
         for parameter in parameters.values():
             parameter.grad = None
-        yield found
+        for own, _ in hooks:  # handles and autograd refer to this dict
+            own.clear()
+        try:
+            yield found
+        finally:
+            for own, held in hooks:
+                own.update(held)
         for tie, parameter in parameters.items():  # if several blocks use one parameter, the first gets its gradient
             found[tie], parameter.grad = parameter.grad, None
         for tie, parameter in parameters.items():

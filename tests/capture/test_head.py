@@ -86,6 +86,11 @@ class Quantized(nn.Linear):
     pass
 
 
+def with_hook(model):
+    model.head.weight.register_hook(lambda gradient: gradient / 2)
+    return model
+
+
 REFUSED = {
     "a softmax over all classes": (changed(lambda self, states: self.head(states).log_softmax(-1)), "log_softmax"),
     "a sum of positions": (changed(lambda self, states: self.head(states).cumsum(1)), "cumsum"),
@@ -94,6 +99,8 @@ REFUSED = {
     "chosen classes": (changed(lambda self, states: self.head(states)[..., :9]), "getitem"),
     "a subclass": (lambda: LM(kind=Quantized), "a Quantized"),
     "hooks": (lambda: LM(listened=True), "with hooks"),
+    "a hook on its weight": (lambda: with_hook(LM()), "head has hooks on gradients"),
+    "a hook on a function's weight": (lambda: with_hook(changed(WAYS["a function"])()), "head.weight has hooks on gradients"),
     "a list": (lambda: [LM()], "a list of blocks"),
 }
 

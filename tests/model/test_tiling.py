@@ -134,6 +134,10 @@ def test_what_a_tile_could_not_do_as_well_stays_whole():
         layer.register_forward_hook(lambda *_: None)
         return layer
 
+    def hooked(layer):  # tiles have none, and trained with other gradients
+        layer.bias.register_hook(lambda gradient: gradient / 2)
+        return layer
+
     class Own(nn.Linear):
         pass
 
@@ -141,7 +145,8 @@ def test_what_a_tile_could_not_do_as_well_stays_whole():
     user = nn.Bilinear(1, 1, 1)
     user.weight = shared.weight
     layers = [
-        listened(nn.Linear(WIDTH, VOCABULARY)), Own(WIDTH, VOCABULARY), nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0),
+        listened(nn.Linear(WIDTH, VOCABULARY)), hooked(nn.Linear(WIDTH, VOCABULARY)), Own(WIDTH, VOCABULARY),
+        nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0),
         nn.Embedding(VOCABULARY, WIDTH, sparse=True), nn.Embedding(VOCABULARY, WIDTH, scale_grad_by_freq=True),
         parametrize.register_parametrization(nn.Linear(WIDTH, VOCABULARY), "weight", nn.Identity()), nn.Conv1d(16, 500, 1),
         nn.Sequential(shared, user),

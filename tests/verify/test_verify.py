@@ -482,20 +482,26 @@ def halve(weight):
 def hooked(kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(13, 13), nn.ReLU(), nn.Linear(13, 13), nn.Linear(13, 5))
-    if kind == "of two layers":
+    if "of two layers" in kind:
         model[2].weight = model[0].weight
-    if kind != "accumulated":
-        model[0].weight.register_hook(lambda gradient: 0.5 * gradient)
-    else:
+    if "accumulated" in kind:
         model[0].weight.register_post_accumulate_grad_hook(halve)
+    else:
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
     return model
 
 
+HOOKED = [
+    ("gradient", 2), ("accumulated", 2), ("gradient of two layers", (0, 3)), ("gradient of two layers", (0, 2)),
+    ("gradient of two layers", 3), ("accumulated gradient of two layers", (0, 2)),
+]  # fmt: skip
+
+
 @pytest.mark.usefixtures("no_further_runs")
-@pytest.mark.parametrize(("kind", "partitions"), [("gradient", 2), ("accumulated", 2), ("of two layers", (0, 3))])
+@pytest.mark.parametrize(("kind", "partitions"), HOOKED)
 def test_a_plain_loop_has_the_hooks_of_parameters(kind, partitions):
     """A copy of a model has none, so a model that trained as it should was said to differ from a plain loop; then the copy had
-    those of a shared weight twice."""
+    those of a shared weight twice, and training called them in each partition that used it."""
     rows = torch.randn(32, 13), torch.arange(32) % 5
     assert check(lambda: hooked(kind), rows, batch_size=16, epochs=2, partitions=partitions).unlike == ""
 
