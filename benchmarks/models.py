@@ -89,15 +89,17 @@ def output_of(model: nn.Module, rows: Rows) -> torch.Tensor:
 
 
 def returned(model: nn.Module, rows: Rows) -> Any:
+    """What the model returns without a cache of keys, as in training here: with one some kernels get them in other layouts."""
     name = getattr(model, "main_input_name", None)
-    options = {"use_cache": False} if _caches(model) and (name == "input_ids" or isinstance(rows, dict)) else {}
-    if isinstance(rows, dict):
-        return model(**rows, **options)
-    return model(**{name: rows}, **options) if name else model(rows)
-
-
-def _caches(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "use_cache", False))
+    configs: list[Any] = [getattr(part, "config", None) for part in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    try:
+        return model(**rows) if isinstance(rows, dict) else model(**{name: rows}) if name else model(rows)
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 def the_one(found: Any) -> torch.Tensor | None:
