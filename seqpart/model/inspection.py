@@ -124,7 +124,11 @@ def cure_of_tokens(error: str, dtype: torch.dtype) -> str:
 _OTHER_WORDS = {
     "SparseTensorImpl": (
         "its gradients are sparse, and cannot be stored here",
-        "Give nn.Embedding sparse=False: the same gradients, with their zeros.",
+        "Give nn.Embedding or nn.EmbeddingBag sparse=False: the same gradients, with their zeros.",
+    ),
+    "modified by an inplace operation": (
+        "an operation in place changes a tensor from which a gradient is computed later",
+        "Let it return a new tensor (x * 2 for x.mul_(2)); a plain loop raises the same.",
     ),
     "does not require grad and does not have a grad_fn": (
         "it asks for gradients in its forward pass (torch.autograd.grad), where none are recorded",

@@ -304,6 +304,16 @@ class Holding(nn.Module):
         return x
 
 
+class InPlace(nn.Linear):
+    """torch's words for it advise anomaly detection, which is refused here."""
+
+    def __init__(self):
+        super().__init__(8, 3)
+
+    def forward(self, x):
+        return super().forward(x).sigmoid().mul_(2)
+
+
 class Hooks(nn.Linear):
     def __init__(self):
         super().__init__(8, 3)
@@ -327,11 +337,12 @@ class Hooks(nn.Linear):
         (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 16))), None, r"parametrizations\.spectral_norm"),
         (lambda: Holding(nn.utils.spectral_norm(nn.Linear(8, 16))), None, r"parametrizations\.spectral_norm"),
         (lambda: Holding(Hooks()), None, r"a hook .* without a graph.* Ask before: if tensor\.requires_grad"),
+        (InPlace, None, r"changes a tensor from which a gradient is computed later\. Let it return a new tensor"),
         (lambda: Holding([nn.Linear(8, 3)]), None, "is not found in the model, as a weight of a layer in a plain list"),
         (lambda: list(norm_twice()), None, "running_mean is 1.running_mean|is of a module that is called twice"),
     ],
     ids=[
-        "one number a row", "sparse rows", "sparse gradients", "old spectral norm", "the same inside", "a hook",
+        "one number a row", "sparse rows", "sparse gradients", "old spectral norm", "the same inside", "a hook", "in place",
         "layers in a list", "norm called twice",
     ],
 )  # fmt: skip
