@@ -223,3 +223,10 @@ def test_blocks_that_share_a_weight_are_refused():
     last.weight = first.weight
     with pytest.raises(ModelError, match="must not share a parameter"):
         parted(as_chain([first, nn.LayerNorm(4), last]), count=2, group=64, seed=0)
+
+
+def test_hooks_of_parameters_which_copies_of_blocks_lack_are_refused():
+    norm = nn.LayerNorm(4)
+    norm.weight.register_hook(torch.zeros_like)
+    with pytest.raises(ModelError, match=r"lack the hooks of block 1 \(LayerNorm\)'s parameters"):
+        parted(as_chain([nn.Linear(4, 4), norm, nn.Linear(4, 4)]), count=2, group=64, seed=0)

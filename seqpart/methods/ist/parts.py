@@ -20,6 +20,7 @@ from seqpart.methods.ist.narrow import NEURONS, Cut, Ints, cuts_of, groups_of, i
 from seqpart.methods.ist.residual import Section, absent, scaled, section_of
 from seqpart.methods.ist.statistics import observes
 from seqpart.model.blocks import MOST_BLOCKS, Block, Chain, Factory
+from seqpart.model.inspection import has_hooks
 
 
 class PartBlock(Block):
@@ -209,6 +210,9 @@ def _refuse_whole(chain: Chain, count: int) -> None:
             f"method ist cuts each block's weights alone, so blocks must not share a parameter, as {tied[0]} does with an "
             "earlier one. Use --method auto."
         )
+    hooked = [str(block) for block in chain if block.alive is not None and any(map(has_hooks, block.alive.parameters()))]
+    if hooked:
+        raise ModelError(f"method ist trains copies of blocks, which lack the hooks of {hooked[0]}'s parameters. Remove these.")
     if (count + 1) * len(chain) > MOST_BLOCKS:
         raise OptionError(
             f"--subnets {count}: the model's {len(chain)} blocks and those of {count} subnets are more than {MOST_BLOCKS}. "
