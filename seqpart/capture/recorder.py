@@ -175,7 +175,7 @@ class Recorder(TorchFunctionMode):
 
             def run() -> Any:
                 try:
-                    with self._hidden.call(self._blocks[module], tensors_in((args, kwargs))):
+                    with self._hidden.call(self._blocks[module], module, tensors_in((args, kwargs))):
                         return before(module, *args, **kwargs)
                 except Exception as error:
                     if not asks_for_values(error):

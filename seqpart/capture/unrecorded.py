@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from seqpart.capture.program import tensors_in
 from seqpart.model.inspection import OF_TORCH, Remembered, is_plain, remembered
+from seqpart.model.tensors import tensors_of
 
 _HOOK = "a hook on a tensor between layers would be left out"
 _GRADIENTS = (
@@ -120,12 +121,13 @@ def extremes(*, largest: bool) -> Iterator[None]:
 
 
 class HiddenPath(RuntimeError):
-    """A tensor goes from one layer's call to another beside what they return and take."""
+    """A tensor goes from one layer's call to another beside what they return and take, or a layer uses another's weight."""
 
 
 class HiddenPaths:
     """Watches functions inside layers' calls: what one call computes and another uses, it must return, and the other take. What
-    goes by an attribute would be lost where the calls are in two blocks, or where one is repeated."""
+    goes by an attribute would be lost where the calls are in two blocks, or where one is repeated; and weights of a layer are
+    away while another partition computes."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         """names: those of the model's own tensors, by their ids."""
@@ -133,16 +135,18 @@ class HiddenPaths:
         self._of: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """The call that computed a tensor of its inputs, or of parameters, by the tensor's id."""
         self._taken: dict[int, torch.Tensor] = {}
+        self._own = frozenset[int]()
+        """Ids of the running layer's parameters and buffers."""
         self._layers: list[str] = []
         """Paths of the layers called so far, the last of which is running; a call is its place in this list."""
         self._within, self._why = False, ""
         """True inside a call; why its layer must be in one block with another."""
 
     @contextmanager
-    def call(self, layer: str, taken: Iterable[torch.Tensor]) -> Iterator[None]:
+    def call(self, path: str, layer: nn.Module, taken: Iterable[torch.Tensor]) -> Iterator[None]:
         """A context for a call of a layer that takes these tensors. Raises HiddenPath where it uses others."""
-        self._taken = {id(tensor): tensor for tensor in taken}
-        self._layers.append(layer)
+        self._taken, self._own = {id(tensor): tensor for tensor in taken}, frozenset(map(id, tensors_of(layer).values()))
+        self._layers.append(path)
         self._within, self._why = True, ""
         try:
             yield
@@ -163,6 +167,13 @@ class HiddenPaths:
             of = self._of.get(id(tensor))
             maker = of[1] if of is not None and of[0]() is tensor else None
             own = id(tensor) in self._names or id(tensor) in self._taken or maker == call
+            if (
+                id(tensor) in self._names
+                and id(tensor) not in self._own
+                and id(tensor) not in self._taken
+                and tensors_in(found)
+            ):
+                self._why = f"it uses {self._names[id(tensor)]}, which is another layer's"
             if not own and (maker is not None or id(tensor) in between):
                 source = f"a call of {self._layers[maker]}" if maker is not None else "the model"
                 self._why = f"it uses a tensor that {source} computed, and that it does not get from its caller"

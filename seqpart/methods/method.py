@@ -3,13 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from seqpart.config import Config
 from seqpart.data.row_packs import RowPack
@@ -19,6 +17,7 @@ from seqpart.errors import ModelError, OptionError
 from seqpart.model.blocks import Chain
 from seqpart.model.losses import LossFunction, LossName, scores_of
 from seqpart.model.reductions import BY_ROWS, Held, LossValue, Reduction, judged, refuse_parts, takes_classes_first
+from seqpart.model.tensors import RefuseAway
 from seqpart.schedule.lengths import AT_THE_END, Interval
 from seqpart.schedule.phase import Order, Phase, PhaseKind, Span
 from seqpart.schedule.phases import Phases
@@ -164,16 +163,11 @@ def test_phases(work: Workload, *, stays: bool = False) -> tuple[Phase, ...]:
     )
 
 
-class _WeightsAreThere(TorchFunctionMode):
-    """Raises OptionError if a loss reads a weight of the model that is not on the device at that moment."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(one, nn.Parameter) and not one.numel() for one in tree_leaves((args, kwargs))):
-            raise OptionError(
-                "loss: it reads a weight of the model, which is not on the device while the loss is computed. Give --method "
-                "full or checkpointed, which keep all weights there, or let its layer compute what the loss needs of it."
-            )
-        return func(*args, **(kwargs or {}))
+_LOSS_READS_WEIGHTS = partial(
+    OptionError,
+    "loss: it reads a weight of the model, which is not on the device while the loss is computed. Give --method full or "
+    "checkpointed, which keep all weights there, or let its layer compute what the loss needs of it.",
+)
 
 
 class TrueLoss:
@@ -190,7 +184,7 @@ class TrueLoss:
         if self._seen or isinstance(output, FakeTensor):  # no weights are loaded while a plan is made
             return judged(self._function, self._reduction, output, labels, span)
         self._seen = True
-        with _WeightsAreThere():
+        with RefuseAway(_LOSS_READS_WEIGHTS):
             return judged(self._function, self._reduction, output, labels, span)
 
     def hold(self, output: torch.Tensor, labels: torch.Tensor, span: Span, micro_batches: int) -> None:

@@ -187,10 +187,13 @@ def packed_parts(module: nn.Module) -> Iterator[tuple[str, Packed]]:
 def structure_of(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, private: bool = True) -> Kind:
     """A key of the module's structure: types, plain settings, names and shapes of tensors, and its attribute `structure`.
 
-    private: also settings whose names begin with an underscore."""
+    private: also settings whose names begin with an underscore, and which module it is, if it or a part of it has hooks."""
     shapes = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors.items())
     structure = getattr(module, "structure", None)
-    parts = tuple((type(part), stays(part), _settings(part, private)) for part in module.modules())
+    parts = tuple(
+        (type(part), stays(part), _settings(part, private), private and is_listened_to(part) and id(part))
+        for part in module.modules()
+    )
     return parts, shapes, structure if isinstance(structure, tuple) else ()
 
 

@@ -25,7 +25,7 @@ from seqpart.errors import CorruptFile, ModelError, OptionError
 from seqpart.interrupts import undivided
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import has_hooks
-from seqpart.model.tensors import tensors_of
+from seqpart.model.tensors import away, tensors_of
 from seqpart.store.direct import REQUEST, explained
 
 _ALIGNED = 64
@@ -66,7 +66,7 @@ class _Taken:
 
     def empty(self) -> None:
         """Replaces the tensor in the module by an empty one."""
-        empty = torch.empty(0, dtype=self.tensor.dtype, device=self.piece.device)
+        empty = away(self.tensor.dtype, self.piece.device)
         if not self.places:
             self.tensor.grad = None  # of an earlier backward: a plain loop begins with zero_grad
             self.tensor.data = empty

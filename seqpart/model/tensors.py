@@ -5,13 +5,16 @@ change of one tensor in another, training here would go on with two that drift a
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from seqpart.errors import ModelError
 from seqpart.model.inspection import listed
@@ -63,7 +66,36 @@ def detach(module: nn.Module, spare: Collection[str] = ()) -> None:
     for name, buffer in _places(module):
         if name in spare:
             continue
-        _put_buffer(module, name, empty.setdefault(id(buffer), torch.empty(0, dtype=buffer.dtype)))
+        _put_buffer(module, name, empty.setdefault(id(buffer), away(buffer.dtype)))
+
+
+def away(dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """Returns an empty tensor in place of a buffer whose values are away."""
+    empty = torch.empty(0, dtype=dtype, device=device)
+    vars(empty)[_IS_AWAY] = True
+    return empty
+
+
+_IS_AWAY = "seqpart_away"
+
+
+class RefuseAway(TorchFunctionMode):
+    """A mode that raises `error()` where code uses a weight or a buffer whose values are away at that moment."""
+
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        super().__init__()
+        self._error = error
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(getattr(func, "__self__", None), "__name__", "") not in _KNOWN_AWAY:
+            used = (one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and not one.numel())
+            if any(isinstance(one, nn.Parameter) or _IS_AWAY in vars(one) for one in used):
+                raise self._error()
+        return func(*args, **(kwargs or {}))
+
+
+_KNOWN_AWAY = {"dtype", "device", "layout", "requires_grad", "is_leaf", "is_meta", "is_cuda", "is_sparse", "is_quantized"}
+"""Attributes that an empty tensor has of its own."""
 
 
 def buffers_made(module: nn.Module, known: Collection[str]) -> list[str]:

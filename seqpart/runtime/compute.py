@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from seqpart.data.boundary_cache import Boundaries
 from seqpart.data.reader import Batch, BatchReader, ReaderThread, open_reader
@@ -26,6 +27,7 @@ from seqpart.model.blocks import Block
 from seqpart.model.metrics import Metrics, MetricSinks
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import LossValue, share_of_update
+from seqpart.model.tensors import RefuseAway
 from seqpart.plan.planner import ExecutionPlan
 from seqpart.runtime.boundary_io import BoundaryIO, falsified
 from seqpart.runtime.elements import Elements
@@ -268,7 +270,7 @@ class Compute:
                 roots.append(parameter)
                 gradients.append(gradient)
         if roots:
-            back_propagate(roots, gradients)
+            _back_propagate(roots, gradients)
 
     def _falsified(self, handed: Pack) -> Pack:
         """Returns what BACKWARD takes from other partitions; slightly wrong in `verify`'s control run, see `falsified`."""
@@ -294,7 +296,8 @@ class Compute:
         if counted:  # the total is known only after the last micro-batch: see `scale`
             self._counted = (self._counted or 0.0) + counted
         if verdict.loss.requires_grad:
-            (verdict.loss if part == 1.0 else verdict.loss * part).backward()  # type: ignore[no-untyped-call]
+            loss = verdict.loss if part == 1.0 else verdict.loss * part
+            _back_propagate([loss], [torch.ones_like(loss)])
 
     def _hold_parts(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> None:
         """Holds the outputs of a batch that is split into micro-batches, in updates 0, 1, 2, 4, 8, ... of the phase."""
@@ -478,3 +481,16 @@ class Compute:
 def _micro_batch(step: Step) -> int:
     assert step.micro_batch is not None
     return step.micro_batch
+
+
+_READS_OTHERS = partial(
+    ModelError,
+    "in backward, a hook or an autograd.Function uses a weight of another layer, or its gradient, which is not on the device. "
+    "Give --method full or checkpointed, which keep all there, or let one module hold both layers: it is one block of a list.",
+)
+
+
+def _back_propagate(roots: list[Any], gradients: list[torch.Tensor]) -> None:
+    edges = [get_gradient_edge(root) if isinstance(root, torch.Tensor) else root for root in roots]
+    with RefuseAway(_READS_OTHERS):  # torch turns modes off in a backward pass from tensors
+        back_propagate(edges, gradients)

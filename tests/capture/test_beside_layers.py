@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from seqpart import Trainer
-from seqpart.errors import OptionError
+from seqpart.errors import ModelError, OptionError
 from tests.exactly import FULL, How, Trained, first_difference
 
 pytestmark = pytest.mark.usefixtures("known_machine")
@@ -513,6 +513,95 @@ def test_a_loss_of_weights_is_judged_where_they_are_and_refused_where_they_are_n
     same(plain(other, penalty(other, learns=learns)), ours(model, tmp_path / "1", penalty(model, learns=learns), method="full"))
     with pytest.raises(OptionError, match="it reads a weight of the model"):
         ours(third, tmp_path / "2", penalty(third, learns=learns))
+
+
+class OwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale(), None
+
+
+class Borrows(nn.Module):
+    """It uses a weight or a buffer of another layer, beside its own."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.own, self.others = nn.Linear(16, 16), [other]
+
+    def value(self):
+        return 1 + self.others[0].weight.detach().norm()
+
+
+class BorrowsForward(Borrows):
+    def forward(self, x):
+        return self.own(x) * self.value()
+
+
+class BorrowsGradient(Borrows):
+    def forward(self, x):
+        return self.own(x) * self.others[0].weight.norm()
+
+
+class BorrowsBuffer(Borrows):
+    def forward(self, x):
+        return self.own(x) + self.others[0].running_mean.mean()
+
+
+class BorrowsBackward(Borrows):
+    def forward(self, x):
+        return OwnGradient.apply(self.own(x), self.value)
+
+
+def hooks(kind):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 3))
+    if kind == "weight":
+        model[2].weight.register_hook(lambda gradient: gradient * model[0].weight.norm())
+    elif kind == "later":
+        model[0].weight.register_hook(lambda gradient: gradient * model[3].weight.norm())
+    elif kind == "gradient":
+        model[0].weight.register_hook(lambda gradient: gradient * model[3].weight.grad.norm())
+    elif kind == "module":
+        model[2].register_full_backward_hook(lambda layer, given, _: (given[0] * model[0].weight.norm(),))
+    else:
+        model[2].register_forward_hook(lambda layer, _, found: found * model[3].weight.detach().norm())
+    return model
+
+
+def borrows(kind):
+    first = nn.Linear(8, 16) if kind is not BorrowsBuffer else nn.BatchNorm1d(8)
+    return nn.Sequential(first, nn.Linear(8 if kind is BorrowsBuffer else 16, 16), nn.ReLU(), kind(first), nn.Linear(16, 3))
+
+
+WHOLE = "stays whole: .* it uses .*, which is another layer's"
+AWAY = "in backward, a hook or an autograd.Function uses a weight of another layer"
+USED = {
+    "in forward": (lambda: borrows(BorrowsForward), WHOLE), "with a gradient": (lambda: borrows(BorrowsGradient), WHOLE),
+    "a buffer": (lambda: borrows(BorrowsBuffer), WHOLE), "in a forward hook": (lambda: hooks("forward"), WHOLE),
+    "in backward": (lambda: borrows(BorrowsBackward), AWAY), "in a hook of a weight": (lambda: hooks("weight"), AWAY),
+    "of a later layer": (lambda: hooks("later"), AWAY), "its gradient": (lambda: hooks("gradient"), AWAY),
+    "in a backward hook": (lambda: hooks("module"), AWAY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", USED)
+@pytest.mark.few(3)
+def test_a_layer_that_uses_another_layer_s_weight_trains_as_a_whole_and_is_refused_in_partitions(kind, tmp_path):
+    """The weight was away while another partition computed, and an empty tensor was used: a norm of 0, other weights, in
+    silence, and under `auto` only where the limit was small."""
+    made, words = USED[kind]
+    torch.manual_seed(0)
+    model = made()
+    torch.manual_seed(0)
+    expected = plain(made())
+    same(expected, ours(model, tmp_path / "1", method="full"))
+    torch.manual_seed(0)
+    with pytest.raises((OptionError, ModelError), match=words):
+        ours(made(), tmp_path / "2")
 
 
 class Together(torch.optim.SGD):
