@@ -118,11 +118,10 @@ def chain_and_loss(
         name = name_of_labels(model, inputs) if loss is None else ""
         given = Labels(name, tuple(labels.shape[1:]), label_dtype(labels), loss)
     outputs = Outputs(None, None, given.shape, given.dtype, nullcontext)
-    chain, program = _traced(_Asked(model, shape, dtype, form, given, autocast, outputs, in_chunks, row))
-    assert program.loss is not None
-    return chain, OwnLoss(program.loss, model, outputs) if loss is None else OwnLoss(
-        program.loss, model, outputs, name_of(loss)
-    )
+    chain, *programs = _traced(_Asked(model, shape, dtype, form, given, autocast, outputs, in_chunks, row))
+    train, evaluation = (program.loss for program in programs)
+    assert train is not None and evaluation is not None
+    return chain, OwnLoss(train, evaluation, model, outputs, '"model"' if loss is None else name_of(loss))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +150,8 @@ def _pass_more(asked: _Asked) -> bool:
     return False
 
 
-def _traced(asked: _Asked) -> tuple[Chain, Program]:
-    """Returns the model as a chain, and its program in training mode."""
+def _traced(asked: _Asked) -> tuple[Chain, Program, Program]:
+    """Returns the model as a chain, and its programs in training and in evaluation mode."""
     model, form, labels = asked.model, asked.form, asked.labels
     refuse_without_values({type(model).__name__: model})
     refuse_misfit(model, form, labels.name if labels is not None else "")
@@ -163,7 +162,7 @@ def _traced(asked: _Asked) -> tuple[Chain, Program]:
         try:
             blocks = blocks_of(model, whole)
             program, evaluation = (_in_mode(asked, blocks, training=training) for training in (True, False))
-            return Cutter(model).chain(program, evaluation, tuple(reasons)), program
+            return Cutter(model).chain(program, evaluation, tuple(reasons)), program, evaluation
         except OtherRows:
             continue
         except Inside as error:

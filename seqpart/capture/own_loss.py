@@ -159,19 +159,22 @@ class OwnLoss:
     """The model's own loss (output, labels) -> scalar. For a cross-entropy, `counts(labels)` is the number of labels in its
     mean."""
 
-    def __init__(self, program: Program, model: nn.Module, outputs: Outputs, called: str = '"model"') -> None:
-        """outputs: the tensors that it takes, where they are several. called: its name in messages.
+    def __init__(
+        self, program: Program, evaluation: Program, model: nn.Module, outputs: Outputs, called: str
+    ) -> None:  # fmt: skip
+        """evaluation: the loss in evaluation mode, computed where no gradients are. outputs: the tensors that it takes, where
+        they are several. called: its name in messages.
 
         Raises ModelError if it uses a parameter of the model.
         """
-        self._takes, self._follows, self._joined = program.takes, program.follows, outputs.joined
+        self._takes, self._joined = program.takes, outputs.joined
         if self._joined is not None:
             self.example = self._joined.example
             self.of_batch, self.from_layers = self._joined.of_batch, self._joined.from_layers
         self.called = called
-        self._modules = {
-            str(op.function): copy.deepcopy(model.get_submodule(str(op.function))) for op in program.ops if op.is_module
-        }
+        every = (*program.ops, *evaluation.ops)
+        paths = {str(op.function) for op in every if op.is_module}
+        self._modules = {path: copy.deepcopy(model.get_submodule(path)) for path in paths}
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
 
         def kept(leaf: Any) -> Any:
@@ -181,28 +184,31 @@ class OwnLoss:
                 raise ModelError(f'loss="model": the loss takes {leaf.name}, which is the model\'s. Give a function instead.')
             return tensors[leaf.name].detach().clone()  # its home is with the block that has it
 
-        ops = tuple(replace(op, args=mapped(op.args, kept), kwargs=mapped(op.kwargs, kept)) for op in program.ops)
-        self._writes = any(LABELS in op.changed or LABELS in (old for _, old in op.rebinds) for op in ops)
-        self._loss = self._part(ops, [program.output])
-        self._targets: Segment | None = None
-        asked = cross_entropy_of(program)
-        if asked is not None:
-            scores, labels, self._ignored, self._smoothing = asked
-            from_labels, free = needed_for({labels}, ops, {LABELS})
-            if not free and labels in following(LABELS, ops):
-                self._targets = self._part(from_labels, [labels], from_labels=True)
-                self._scores = self._part(needed_for({scores}, ops, {*program.takes, LABELS})[0], [scores])
-                self.counts = self._counted
+        def steps(program: Program, number: int, *, from_labels: bool = False) -> Steps:
+            takes = (LABELS,) if from_labels else (*program.takes, LABELS)
+            ops = needed_for({number}, program.ops, set(takes))[0]
+            own = tuple(replace(op, args=mapped(op.args, kept), kwargs=mapped(op.kwargs, kept)) for op in ops)
+            return Steps(own, takes, (number,), 0 if takes[0] in program.follows else len(takes) - 1)
 
-    def _part(self, ops: tuple[Op, ...], gives: list[int], *, from_labels: bool = False) -> Segment:
-        takes = (LABELS,) if from_labels else (*self._takes, LABELS)
-        steps = Steps(ops, takes, tuple(gives), 0 if takes[0] in self._follows else len(takes) - 1)
-        paths = {str(op.function): self._modules[str(op.function)] for op in ops if op.is_module}
-        return Segment(paths, {}, steps, steps, "the model's own loss")
+        def part(train: Steps, evaluate: Steps | None = None) -> Segment:
+            return Segment(self._modules, {}, train, evaluate or train, "the model's own loss")
+
+        self._writes = any(LABELS in op.changed or LABELS in (old for _, old in op.rebinds) for op in every)
+        self._loss = part(steps(program, program.output), steps(evaluation, evaluation.output))
+        self._targets: Segment | None = None
+        asked, in_tests = cross_entropy_of(program), cross_entropy_of(evaluation)
+        if asked is not None:
+            scores, labels, self._ignored, smoothing = asked
+            self._smoothing = smoothing, smoothing if in_tests is None else in_tests[3]
+            if not needed_for({labels}, program.ops, {LABELS})[1] and labels in following(LABELS, program.ops):
+                self._targets = part(steps(program, labels, from_labels=True))
+                self._scores = part(steps(program, scores))
+                self.counts = self._counted
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self._modules:
             self._loss.to(output.device)
+        self._loss.train(torch.is_grad_enabled())
         loss: torch.Tensor = self._loss(*self._values(output), self._own(labels))[0]
         return loss
 
@@ -228,7 +234,7 @@ class OwnLoss:
         """Returns the same loss of the states before the head. Raises ModelError if its labels depend on more than labels."""
         if self._targets is None:
             raise ModelError("--loss-chunks: the labels of its cross-entropy are made from more than `labels`. Leave it out.")
-        return LossInChunks(head, self.targets, chunks, self._ignored, self._smoothing)
+        return LossInChunks(head, self.targets, chunks, self._ignored, *self._smoothing)
 
     def _counted(self, labels: torch.Tensor) -> torch.Tensor:
         targets = self.targets(labels)

@@ -46,10 +46,12 @@ class LossInChunks:
 
     def __init__(
         self, head: Head, targets: Callable[[torch.Tensor], torch.Tensor | None], chunks: int, ignored: int = IGNORED,
-        smoothing: float = 0.0,
+        smoothing: float = 0.0, in_tests: float | None = None,
     ) -> None:  # fmt: skip
-        """targets: of labels, one for each position that the head selects. ignored: the label that does not count."""
-        self.head, self.chunks, self.ignored, self.smoothing, self._targets = head, chunks, ignored, smoothing, targets
+        """targets: of labels, one for each position that the head selects. ignored: the label that does not count. in_tests:
+        smoothing where no gradients are recorded, if other."""
+        self.head, self.chunks, self.ignored, self._targets = head, chunks, ignored, targets
+        self._smoothing = {True: smoothing, False: smoothing if in_tests is None else in_tests}
         self._best: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, states: torch.Tensor, labels: torch.Tensor, part: float = 1.0) -> torch.Tensor:
@@ -57,7 +59,8 @@ class LossInChunks:
         selected, targets = self.head.select(states).flatten(0, -2), self._targets(labels)
         assert targets is not None
         targets, parameters = targets.flatten(), self.head.parameters()
-        loss, best = _Chunks.apply(self, part, torch.is_grad_enabled(), targets, selected, *parameters)
+        learns = torch.is_grad_enabled()
+        loss, best = _Chunks.apply(self, part, learns, self._smoothing[learns], targets, selected, *parameters)
         self._best = best, targets.where(targets != self.ignored, -1)
         found: torch.Tensor = loss
         return found
@@ -73,10 +76,10 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: LossInChunks, part: float, learns: bool, targets: torch.Tensor, states: torch.Tensor,
-        *parameters: torch.Tensor,
+        ctx: Any, loss: LossInChunks, part: float, learns: bool, smoothing: float, targets: torch.Tensor,
+        states: torch.Tensor, *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        wanted = [learns and needed for needed in ctx.needs_input_grad[4:]]
+        wanted = [learns and needed for needed in ctx.needs_input_grad[5:]]
         count = targets.ne(loss.ignored).sum().clamp(min=1)  # a micro-batch in which nothing counts has gradients of zero
         gradient = torch.empty_like(states) if wanted[0] else None
         others: list[torch.Tensor | None] = [None] * len(parameters)
@@ -86,7 +89,7 @@ class _Chunks(torch.autograd.Function):
             with torch.set_grad_enabled(any(wanted)):
                 leaf = own.detach().requires_grad_(wanted[0])
                 scores = loss.head.scores(leaf)
-                total = cross_entropy(scores, labels, "sum", loss.ignored, loss.smoothing)
+                total = cross_entropy(scores, labels, "sum", loss.ignored, smoothing)
             best.append(scores.detach().argmax(1))
             sums.append(total.detach())
             del scores
@@ -110,4 +113,4 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
         found, ctx.found = ctx.found, None  # else the parameters would get copies
-        return None, None, None, None, *found
+        return None, None, None, None, None, *found

@@ -507,7 +507,7 @@ class Held:
             return True
         whole = torch.cat([output for output, _ in self._parts]), torch.cat([labels for _, labels in self._parts])
         devices = [whole[0].device] if whole[0].is_cuda else []
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), generators_left_alone(), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=devices), generators_left_alone(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 with torch.autocast(whole[0].device.type, enabled=False):

@@ -200,6 +200,43 @@ def test_it_is_verified_and_evaluates_as_it_trains(tmp_path, monkeypatch):
         assert told.loss == pytest.approx(float(model.eval()(x, y)["loss"]), rel=1e-5)
 
 
+class Smoothing(Shifted):
+    def loss(self, scores, labels):
+        smoothing = 0.3 if self.training else 0.0
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
+
+    def forward(self, tokens, labels=None):
+        scores = super().forward(tokens)["logits"]
+        return {"loss": self.loss(scores, labels), "logits": scores}
+
+
+class Penalizing(Smoothing):
+    def loss(self, scores, labels):
+        found = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        return found + 0.1 * scores.square().mean() if self.training else found
+
+
+@pytest.mark.parametrize(("kind", "options"), [(Smoothing, {}), (Penalizing, {}), (Smoothing, {"loss_chunks": 3})], ids=str)
+def test_a_loss_that_is_another_in_evaluation_is_evaluated_as_that(kind, options, tmp_path):
+    """Tests had the loss of training, and with it the best weights, early stopping and metrics of transformers' Trainer."""
+    x, y = tokens(8)[0], tokens(8, 2)[1]
+    model, result = trained(kind, tmp_path / "run", (x, y), (x, y), **options)
+    with torch.no_grad():
+        found, smooth = float(model.eval()(x, y)["loss"]), float(model.train()(x, y)["loss"])
+    assert result.test_loss == pytest.approx(found, rel=1e-5) and abs(found - smooth) > 0.01
+
+
+class Halving(Smoothing):
+    def loss(self, scores, labels):
+        found = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        return found if self.training else found / 2
+
+
+def test_a_loss_that_is_no_cross_entropy_in_evaluation_is_not_computed_over_chunks(tmp_path):
+    with pytest.raises(ModelError, match="the loss is not torch's cross_entropy"):
+        trained(Halving, tmp_path / "run", tokens(8), None, loss_chunks=3)
+
+
 class Fed(Shifted):
     """As a translator without decoder_input_ids."""
 
