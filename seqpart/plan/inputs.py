@@ -85,7 +85,7 @@ class Inputs:
         loss_chunks: chunks of positions that the loss is computed over; None: more than one, the fewest that fit.
         ranks: processes that share each update's rows."""
         refuse_mismatch(train, test)
-        self.model, self.ranks = model, ranks
+        self.model, self.ranks, self.whole = model, ranks, whole
         self.settings, self.train, self.test, self.device, self.epoch_rows = settings, train, test, device, train.epoch_rows
         self.reading = Reading(train, test, settings.workers, device)
         self._scheduled = cache(partial(scheduled, settings.lr_schedule))
@@ -115,7 +115,7 @@ class Inputs:
             self.chain.row = example
             self._starts = starts_of(model, len(self.chain))
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
-            self._begin(final_loss, trains, whole)
+            self._begin(final_loss, trains)
             costs, chain, live = self.costs_at(self.full_batch), self.chain.whole, self.live_modules
             self.initial_weights = None if resumes else initial_weights(settings, trained, chain, costs[: len(chain)], live)
             undo.callback(self.close)
@@ -125,7 +125,7 @@ class Inputs:
                 self._measure_machine()
             undo.pop_all()
 
-    def _begin(self, final_loss: LossFunction | None, trains: bool, whole: bool) -> None:
+    def _begin(self, final_loss: LossFunction | None, trains: bool) -> None:
         settings, train, test, device = self.settings, self.train, self.test, self.device
         self.methods, self.late = settings.methods, dict[str, int]()
         """late: {name of a parameter that is frozen at first: number of updates before it learns}."""
@@ -138,7 +138,7 @@ class Inputs:
             self._refuse_ranks()
         ignored = ignored_label(final_loss)
         of_its_own = ignored is None and not self.alone  # the user's loss decides what labels mean
-        learns, contrasts = trains and whole and not of_its_own, final_loss is not None and self.exact
+        learns, contrasts = trains and self.whole and not of_its_own, final_loss is not None and self.exact
         self.classes = count_classes(train, test, ignored, learns=learns, contrasts=contrasts)
         self.methods[0].refuse_model(self.chain, self.classes, (train, test), final_loss)
         self.limit = limit_of(settings.mem_limit, device)

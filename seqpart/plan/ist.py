@@ -154,7 +154,7 @@ class SubnetPreparation(Planner):
 
     parts: Parts
 
-    def _begin(self, final_loss: LossFunction | None, trains: bool, whole: bool) -> None:
+    def _begin(self, final_loss: LossFunction | None, trains: bool) -> None:
         settings = self.settings
         assert settings.subnets is not None
         self.count, self.all_rows = settings.subnets, settings.subnet_rows == "all"
@@ -167,7 +167,7 @@ class SubnetPreparation(Planner):
             )
         joint_chain = parted(self.chain, count=self.count, group=settings.subnet_groups or GROUP, seed=settings.seed)
         self.chain, self.parts = joint_chain, joint_chain.parts
-        super()._begin(final_loss, trains, whole)
+        super()._begin(final_loss, trains)
         self.trials.first = self.parts.blocks
         self._refuse_shapes()
 

@@ -480,6 +480,7 @@ class Planner(Inputs):
         waits, saves = self.ranks.seconds_of(exchanged), self.settings.save_every != "never"
         divided = None if saves else dividing(phases)
         own = [cost for p, cost in enumerate(costs) if divided is None or divided.owner_of(p) == divided.rank]
+        tests = problem.test_rows if self.whole else problem.train_rows
         if others:
             seconds += waits * sum(phase.updates * times for phase, times in counted(phases) if phase.ranks > 1)
             reasons = (*reasons, f"{words.format(format_size(exchanged))} with {others} other process(es): {waits:.3g} s")
@@ -489,6 +490,7 @@ class Planner(Inputs):
             parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
             disk_bytes=disk_bytes(
                 problem, candidate, costs, row_packs, own=own, saves=saves, views=self.settings.views,
+                cached=tests if self.exact else tests + self.settings.views * problem.train_rows,
                 all_states=not self.alone or bool(self.settings.recovery_epochs) or self.settings.averages,
                 remembers=self.settings.keep_best), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),

@@ -262,22 +262,21 @@ def rows_reason(rows: Mapping[int, int]) -> list[str]:
 
 def disk_bytes(
     problem: Problem, candidate: Candidate, costs: Sequence[PartitionCost], row_packs: Sequence[RowPack],
-    *, own: Sequence[PartitionCost], all_states: bool, saves: bool, remembers: bool, views: int = 1,
+    *, own: Sequence[PartitionCost], all_states: bool, saves: bool, remembers: bool, cached: int, views: int = 1,
 ) -> int:  # fmt: skip
     """Bytes on disk: homes in as many versions as checkpoints ask for, rows, offloaded graphs, and the result.
 
     own: those of `costs` whose optimizer state, and on the CPU weights, this rank keeps. all_states: True if the state of all
     partitions is kept at once. remembers: True if the weights of the best evaluation are kept: the best when each checkpoint
-    was made, and now. views: views of each training row at a boundary.
+    was made, and now. cached: rows that wait at a boundary between two phases. views: views of each training row of the data.
     """
-    count = views * problem.train_rows + problem.test_rows
     weights, states = sum(cost.weights for cost in costs), [cost.state for cost in own]
     kept = sum(cost.weights for cost in own) if problem.machine.host_counts else weights
     state = sum(states) if all_states else max(states)
     # Where partitions stay, homes are kept as they all were when the last of them was up to date.
     versions = 4 if saves else 3 if candidate.resources.stays or candidate.resources.weights_stay else 2
-    rows = problem.input_row.home_bytes(count)
-    rows += 2 * max((pack.home_bytes(count) for pack in row_packs[:-1]), default=0)
+    rows = problem.input_row.home_bytes(views * problem.train_rows + problem.test_rows)
+    rows += 2 * max((pack.home_bytes(cached) for pack in row_packs[:-1]), default=0)
     batches = -(-problem.batch_size // candidate.micro_batch)
     graphs = batches * sum(round_up(costs[p].graph) for p in candidate.offloads - candidate.resources.graphs_at_host)
     best = (3 if saves else 1) * weights if remembers else 0

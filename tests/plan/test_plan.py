@@ -3,6 +3,7 @@
 import json
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,3 +105,24 @@ def test_a_plan_that_ends_elsewhere_than_the_model_is_refused(known_machine):
     longer = replace(plan, partitions=(*plan.partitions[:-1], replace(plan.partitions[-1], last=80)))
     with pytest.raises(OptionError, match="that plan is for another model or method"):
         trainer.plan(rows, rows, reuse=longer)
+
+
+def test_disk_for_rows_at_a_boundary_is_planned_only_where_a_partition_leaves_them_for_the_next(
+    known_machine, monkeypatch, tmp_path
+):
+    """Exact training was refused for 80 GB of training rows at a wide boundary, which it never writes, and a session for those
+    of as many test rows as are read at once."""
+    rows, wide = (torch.randn(4096, 8), torch.arange(4096) % 4), 4000
+    options = {"mem_limit": "2GB", "partitions": (0, 2), "batch_size": 8, "output_dir": tmp_path / "run", "quiet": True}
+    blocks = [nn.Linear(8, wide), nn.ReLU(), nn.Linear(wide, 4)]
+    at_boundary = 2 * 4096 * wide * 4
+
+    def disk(method, test=None):
+        return Trainer(blocks, method=method, **options).plan(rows, test).disk_bytes
+
+    assert disk("streamed") < at_boundary < disk("sil")
+    assert at_boundary < disk("streamed", rows) - disk("streamed") < 1.1 * at_boundary
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=at_boundary // 4))
+    x, y = rows
+    with Trainer(blocks, method="streamed", **options).session((x[:8], y[:8])) as session:
+        assert session.updates == 0
