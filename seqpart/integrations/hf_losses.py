@@ -10,8 +10,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from transformers import TrainerState
 
-from seqpart.errors import OptionError
+from seqpart.errors import ModelError, OptionError
 from seqpart.integrations.hf_data import base_of, logits_of
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -92,7 +93,8 @@ def judged_by(model: nn.Module, compute_loss: Callable[..., Any]) -> Iterator[No
             return _in_32_bits(own(*args, **inputs))
         inside = True
         try:
-            found = compute_loss(model, inputs, return_outputs=True)
+            with patch.multiple(TrainerState, **_READ):
+                found = compute_loss(model, inputs, return_outputs=True)
         finally:
             inside = False
         loss, outputs = found if isinstance(found, tuple) else (found, None)
@@ -101,6 +103,18 @@ def judged_by(model: nn.Module, compute_loss: Callable[..., Any]) -> Iterator[No
     forward.__signature__ = _BY_NAME  # type: ignore[attr-defined]
     with patch.object(model, "forward", forward):
         yield
+
+
+def _refuse_state(name: str, _: object) -> None:
+    raise ModelError(
+        f"compute_loss: it reads state.{name}, which changes in training. It is called when that is planned, and what it reads "
+        "then would hold for all steps. Write that loop yourself, with a session of seqpart.Trainer."
+    )
+
+
+_CHANGING = ("global_step", "epoch", "log_history", "best_metric", "best_global_step", "num_input_tokens_seen", "total_flos")
+_READ: Any = {name: property(functools.partial(_refuse_state, name)) for name in _CHANGING}
+"""What changes in a TrainerState from step to step, as attributes that cannot be read."""
 
 
 _BY_NAME = inspect.Signature(

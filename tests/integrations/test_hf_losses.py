@@ -11,7 +11,7 @@ pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install
 
 from transformers.trainer_pt_utils import LengthGroupedSampler  # noqa: E402
 
-from seqpart.errors import OptionError  # noqa: E402
+from seqpart.errors import ModelError, OptionError  # noqa: E402
 from seqpart.integrations.hf import Trainer  # noqa: E402
 from seqpart.integrations.hf_others import under_limit  # noqa: E402
 from tests.hugging_face import (  # noqa: E402
@@ -179,6 +179,22 @@ def test_a_compute_loss_of_a_subclass_leaves_the_weights_of_transformers(own, me
 def test_a_loss_whose_parts_do_not_add_up_is_refused_where_batches_are_divided(tmp_path):
     with pytest.raises(OptionError, match="the loss of a batch is neither the mean of its parts' by their rows nor their sum"):
         trained_by(subclass(Trainer, weighted), tmp_path, little_rows(), {"method": "full", "micro_batch_size": 4})
+
+
+def annealed(self, model, inputs, return_outputs=False, **_):
+    loss, outputs = type(self).__mro__[1].compute_loss(self, model, inputs, return_outputs=True)
+    loss = loss * (1 + self.state.global_step)
+    return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("kind", [Trainer, transformers.Trainer])
+def test_a_compute_loss_that_reads_what_changes_in_training_is_refused(kind, tmp_path):
+    """It was called once, and each step had the loss of step 0."""
+    options = {"method": "full", "mem_limit": "2GB"}
+    given = {"ours": options} if kind is Trainer else {"under": options}
+    with pytest.raises(ModelError, match=r"^compute_loss: it reads state\.global_step"):
+        trained_by(subclass(kind, annealed), tmp_path, little_rows(), **given)
+    assert transformers.TrainerState().global_step == 0
 
 
 # --- NEFTune ------------------------------------------------------------------------------------------------------------
