@@ -270,7 +270,19 @@ class Compute:
                 roots.append(parameter)
                 gradients.append(gradient)
         if roots:
-            _back_propagate(roots, gradients)
+            self._run_backward(step, roots, gradients)
+
+    def _run_backward(self, step: Step, roots: list[Any], gradients: list[torch.Tensor]) -> None:
+        edges = [get_gradient_edge(root) if isinstance(root, torch.Tensor) else root for root in roots]
+        parameters, span = [*self.loaded[step.partition].trainable.values()], self.span(step)
+        versions = [parameter._version for parameter in parameters]
+        with RefuseAway(_READS_OTHERS):  # torch turns modes off in a backward pass from tensors
+            back_propagate(edges, gradients)
+        if span.stop - span.start < span.update_rows and versions != [parameter._version for parameter in parameters]:
+            raise ModelError(
+                "a hook changes weights in backward, as an optimizer of its own does, and other micro-batches of the update go "
+                "forward with the old ones. Leave it out, or give --micro-batch-size the rows of an update."
+            )
 
     def _falsified(self, handed: Pack) -> Pack:
         """Returns what BACKWARD takes from other partitions; slightly wrong in `verify`'s control run, see `falsified`."""
@@ -297,7 +309,7 @@ class Compute:
             self._counted = (self._counted or 0.0) + counted
         if verdict.loss.requires_grad:
             loss = verdict.loss if part == 1.0 else verdict.loss * part
-            _back_propagate([loss], [torch.ones_like(loss)])
+            self._run_backward(step, [loss], [torch.ones_like(loss)])
 
     def _hold_parts(self, step: Step, output: torch.Tensor, labels: torch.Tensor) -> None:
         """Holds the outputs of a batch that is split into micro-batches, in updates 0, 1, 2, 4, 8, ... of the phase."""
@@ -488,9 +500,3 @@ _READS_OTHERS = partial(
     "in backward, a hook or an autograd.Function uses a weight of another layer, or its gradient, which is not on the device. "
     "Give --method full or checkpointed, which keep all there, or let one module hold both layers: it is one block of a list.",
 )
-
-
-def _back_propagate(roots: list[Any], gradients: list[torch.Tensor]) -> None:
-    edges = [get_gradient_edge(root) if isinstance(root, torch.Tensor) else root for root in roots]
-    with RefuseAway(_READS_OTHERS):  # torch turns modes off in a backward pass from tensors
-        back_propagate(edges, gradients)

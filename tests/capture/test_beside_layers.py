@@ -310,8 +310,8 @@ def ours(model, folder, loss=F.cross_entropy, optimizer="adamw", method="streame
     cut = {} if method == "full" else {"partitions": 2}
     rate = {} if callable(optimizer) else {"lr": 1e-2}
     Trainer(
-        model, loss, optimizer, mem_limit="2GB", method=method, epochs=1, batch_size=BATCH, micro_batch_size=BATCH,
-        shuffle=False, quiet=True, output_dir=folder, **rate, **cut, **options,
+        model, loss, optimizer, mem_limit="2GB", method=method, epochs=1, batch_size=BATCH, shuffle=False, quiet=True,
+        output_dir=folder, **{"micro_batch_size": BATCH, **rate, **cut, **options},
     ).fit(data())  # fmt: skip
     return model
 
@@ -602,6 +602,27 @@ def test_a_layer_that_uses_another_layer_s_weight_trains_as_a_whole_and_is_refus
     torch.manual_seed(0)
     with pytest.raises((OptionError, ModelError), match=words):
         ours(made(), tmp_path / "2")
+
+
+def step(parameter):
+    parameter.detach().sub_(0.01 * parameter.grad)
+
+
+def steps_in_backward():
+    model = nn.Sequential(*layers())
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return model
+
+
+def test_a_hook_that_makes_steps_is_refused_where_an_update_has_several_micro_batches(tmp_path):
+    """All micro-batches went forward first where partitions are streamed, and one after the other where they are not."""
+    torch.manual_seed(0)
+    model = steps_in_backward()
+    torch.manual_seed(0)
+    same(plain(steps_in_backward()), ours(model, tmp_path / "1"))
+    with pytest.raises(ModelError, match="a hook changes weights in backward"):
+        ours(steps_in_backward(), tmp_path / "2", micro_batch_size=4)
 
 
 class Together(torch.optim.SGD):
