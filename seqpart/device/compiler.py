@@ -213,13 +213,14 @@ class _Unsaid:
 _SOURCES = ("ConstantSource", "AttrSource", "EphemeralSource", "CallMethodItemSource", "FloatTensorSource", "RandomValueSource")
 _AS_IT_IS = (
     "guard_or_true", "guard_or_false", "guard_size_oblivious", "guarding_hint_or_throw", "guard_scalar", "guard_int",
-    "guard_bool", "statically_known_true", "expect_true", "optimization_hint",
+    "guard_bool", "statically_known_true", "expect_true", "optimization_hint", "size_hint",
 )  # fmt: skip
 _OF_NUMBERS = {
     **{name: _of_number(name, lambda value: value) for name in _AS_IT_IS},
     **{name: _of_number(name, lambda _: False) for name in ("is_symbolic", "is_nested_int")},
     **dict.fromkeys(("free_unbacked_symbols", "_iterate_exprs", "_iterate_nodes"), lambda _: set()),
-    "has_free_unbacked_symbols": lambda _: False, "has_guarding_hint": _of_number("has_guarding_hint", lambda _: True),
+    "has_free_unbacked_symbols": lambda _: False,
+    **{name: _of_number(name, lambda _: True) for name in ("has_guarding_hint", "has_hint")},
     "compute_unbacked_bindings": lambda *_, **__: None,
     "sym_and": _joined(operator.and_), "sym_or": _joined(operator.or_), "sym_eq": _equal,
     "DimDynamic": _Unsaid, "GuardOnDataDependentSymNode": type("GuardOnDataDependentSymNode", (RuntimeError,), {}),

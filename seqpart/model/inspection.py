@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import re
 import sys
+import warnings
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -373,7 +374,8 @@ def _state(value: object) -> object:
     if isinstance(value, GeneratorType):
         return value.gi_frame and dict(value.gi_frame.f_locals)
     try:
-        reduced = value.__reduce_ex__(4)
+        with warnings.catch_warnings(action="ignore"):  # itertools' objects will not be pickled any more
+            reduced = value.__reduce_ex__(4)
     except Exception:
         return None
     return tuple(list(part) if isinstance(part, Iterator) else part for part in reduced[1:]) if type(reduced) is tuple else None

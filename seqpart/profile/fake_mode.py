@@ -130,6 +130,9 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         # Its groups are as large as a tensor's values say; and torch's fake version refuses float32, which the kernel takes.
         if func.overloadpacket is _GROUPED_PRODUCT and args[0].dtype is torch.float32:
             raise DataDependentOutputException(func)
+        if func.overloadpacket is torch.ops.aten.embedding and args[1].dtype not in (torch.int64, torch.int32):
+            # As real kernels do, and fake ones not yet in torch 2.11.
+            raise RuntimeError(f"Expected tensor for argument #1 'indices' to be of type Long or Int; but got {args[1].dtype}")
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def __enter__(self) -> "FakeMode":

@@ -7,7 +7,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -264,13 +264,15 @@ def _npz_rows(path: Path, name: str) -> "tuple[tuple[int, ...], np.dtype[Any], C
     """Returns (shape, type, a function that streams the rows of one array): numpy.load would hold them all."""
 
     def opened(archive: zipfile.ZipFile) -> "tuple[IO[bytes], tuple[int, ...], bool, np.dtype[Any]]":
-        file = archive.open(f"{name}.npy")
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, by_columns, dtype = read(file)
-        size = archive.getinfo(f"{name}.npy").file_size - file.tell()
-        if dtype.kind in "buif" and (min(shape, default=0) < 0 or size != dtype.itemsize * math.prod(shape)):
-            raise ValueError(f"{name} has {size} bytes, and its header says {dtype} of shape {shape}")
+        with ExitStack() as undo:
+            file = undo.enter_context(archive.open(f"{name}.npy"))
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, by_columns, dtype = read(file)
+            size = archive.getinfo(f"{name}.npy").file_size - file.tell()
+            if dtype.kind in "buif" and (min(shape, default=0) < 0 or size != dtype.itemsize * math.prod(shape)):
+                raise ValueError(f"{name} has {size} bytes, and its header says {dtype} of shape {shape}")
+            undo.pop_all()
         return file, shape, by_columns, dtype
 
     with _archive(path) as archive:
