@@ -25,7 +25,6 @@ from seqpart.plan.problem import (
     advice,
     contents,
     cost_of,
-    costs_from,
     measurable,
     micro_batches,
     parts_of,
@@ -179,11 +178,23 @@ def cuts_of(problem: Problem, method: Method, micro_batch: int) -> list[tuple[in
         bound *= 2
 
 
+_LOOKED_AT = 100
+"""Most blocks at which cuts into few partitions are looked for: all ranges of them are compared."""
+
+
 def _balanced(problem: Problem, micro_batch: int, count: int) -> tuple[int, ...]:
+    starts = starts_of(problem)
+    size = len(starts) // max(_LOOKED_AT, 4 * count) + 1
+    groups = (starts[at : at + size] for at in range(1, len(starts), size))
+
+    def boundary(start: int) -> int:
+        return cost_of(problem, micro_batch, start - 1, start, counted=True).output_row
+
+    starts = [0, *(min(group, key=boundary) for group in groups)]
     pieces = [
         Piece(first, last, cost.output_row, cost.slot + cost.train_peak)
-        for first in starts_of(problem)
-        for last, cost in costs_from(problem, micro_batch, first, counted=True).items()
+        for first, last in itertools.combinations([*starts, len(problem.chain)], 2)
+        for cost in [cost_of(problem, micro_batch, first, last, counted=True)]
     ]
     chosen = best_cut(pieces, len(problem.chain), count)
     if chosen is None:

@@ -248,10 +248,10 @@ def cost_of(problem: Problem, micro_batch: int, first: int, last: int, *, counte
     return found[last - first - 1]
 
 
-def costs_from(problem: Problem, micro_batch: int, first: int, *, counted: bool = False) -> dict[int, PartitionCost]:
+def costs_from(problem: Problem, micro_batch: int, first: int) -> dict[int, PartitionCost]:
     """Cost of every partition that may begin at `first`, by its last block (not included), shortest first."""
     ends = [start for start in [*starts_of(problem), len(problem.chain)] if start > first]
-    return {last: cost_of(problem, micro_batch, first, last, counted=counted) for last in ends}
+    return {last: cost_of(problem, micro_batch, first, last) for last in ends}
 
 
 def parts_of(problem: Problem, micro_batch: int, starts: Sequence[int]) -> Parts:
