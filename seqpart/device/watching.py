@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from seqpart.device.caching_allocator import Block
+
 Used = tuple[torch.Tensor, bool]
 """(tensor, True if it is written)."""
 
@@ -115,8 +117,8 @@ class Memory:
     address: int
     nbytes: int
     on_device: bool
-    block: int | None = None
-    """Number of its block in the allocator."""
+    block: Block | None = None
+    """Its block in the allocator."""
     lent: set[str] = field(default_factory=set)
     """Streams that use it, for which the allocator waits before it reuses the memory."""
     accesses: "list[_Access]" = field(default_factory=list)
