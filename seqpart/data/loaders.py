@@ -16,6 +16,7 @@ from seqpart.config import Config
 from seqpart.data.padding import ITEM, Padding, Sizes, padded, padded_source, sizes_of, tokenizer_says
 from seqpart.data.source import RowTaker, Source, SourceReader, generators_kept, kept_type
 from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_pair, as_split, is_pair, split_of, spread, tested_on
+from seqpart.data.test_sets import are_named
 from seqpart.data.workers import Job, Part, empty, fill
 from seqpart.errors import DataError, OptionError
 from seqpart.fields import values_of
@@ -407,7 +408,8 @@ def for_data(padding: Padding | None, several: Sequence[Any]) -> Padding | None:
     """
     if padding is None:
         return None
-    several = [data for data in several if data is not None and not isinstance(data, Split)]
+    parts = [part for data in several for part in (data.values() if are_named(data) else [data])]
+    several = [part for part in parts if part is not None and not isinstance(part, Split)]
     for loader in (data for data in several if isinstance(data, DataLoader)):
         token, side = tokenizer_says(getattr(loader.collate_fn, "tokenizer", None))
         padding = padding.or_else(token, side)

@@ -18,10 +18,17 @@ from seqpart.capture.inputs import is_several
 from seqpart.data.changed import ChangedItems, ChangedStream
 from seqpart.data.source import generators_kept
 from seqpart.data.splits import Split, is_pair
+from seqpart.data.test_sets import are_named
 
 
-def with_zeros(data: Any) -> tuple[Any, bool]:
-    """Returns data with a 0 as the label of each row, and true; or data that have labels as they are, and false."""
+def with_zeros(data: Any, labelled: bool = False) -> tuple[Any, bool]:
+    """Returns data, or several sets by name, with a 0 as the label of each row, and true; data that have labels, or are to have
+    them (`labelled`), as they are, and false."""
+    if labelled:
+        return data, False
+    if are_named(data):
+        found = {name: with_zeros(part) for name, part in data.items()}
+        return {name: part for name, (part, _) in found.items()}, any(bare for _, bare in found.values())
     if isinstance(data, tuple) and _is_alone(data) and is_several(data[0]) and not isinstance(data[0], Mapping):
         return (data[0], np.zeros(len(data[0][0]), np.int64)), True
     if not _is_bare(data):
