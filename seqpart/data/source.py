@@ -15,7 +15,7 @@ from seqpart.data.reader import Ints
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, copy_rows, split_of, unreadable, x_and_y
 from seqpart.device.device import Device, keyed_seed
-from seqpart.errors import DataError, SeqpartError
+from seqpart.errors import DataError, SeqpartError, first_line
 from seqpart.model.loss_probe import generators_left_alone
 
 SPLITS = "train", "test"
@@ -239,7 +239,7 @@ def stacked(rows: Sequence[tuple[Any, Any]], name: str) -> tuple[Any, Any]:
         return _together([x for x, _ in rows]), _together([y for _, y in rows])
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise DataError(
-            f"{name} data: rows differ, or are no numbers: {str(error).splitlines()[0]}. Bring them to one shape (crop or "
+            f"{name} data: rows differ, or are no numbers: {first_line(error)}. Bring them to one shape (crop or "
             f"resize them), as tensors. {PADS}"
         ) from None
 

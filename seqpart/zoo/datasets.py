@@ -17,7 +17,7 @@ import torch
 
 from seqpart.data.labels import as_labels
 from seqpart.data.splits import ROWS_AT_ONCE, Split
-from seqpart.errors import DataError, OptionError
+from seqpart.errors import DataError, OptionError, first_line
 from seqpart.text import nearest, refuse_unusable
 from seqpart.zoo import images, text, tokenized
 from seqpart.zoo.libraries import called
@@ -124,7 +124,7 @@ def _fetch(name: str, data_dir: Path) -> None:
     try:
         getattr(datasets, _MNISTS[name])(str(data_dir), download=True, **extra)
     except (RuntimeError, OSError) as error:
-        raise DataError(f"--data {name}: could not be fetched into {data_dir}: {str(error).splitlines()[0]}.") from None
+        raise DataError(f"--data {name}: could not be fetched into {data_dir}: {first_line(error)}.") from None
 
 
 def _idx(folder: Path, asked: str, *, prefix: str = "", turn: bool = False) -> tuple[Split, Split]:

@@ -196,8 +196,7 @@ def _tried(what: str, make: Callable[[], nn.Module]) -> nn.Module:
     try:
         return make()
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise OptionError(f"--model {what}: the library refused: {type(error).__name__}: {reason}") from error
+        raise OptionError(f"--model {what}: the library refused: {_short(error)}") from error
 
 
 def called(name: str, option: str) -> Any:
