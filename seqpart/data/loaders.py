@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from seqpart.config import Config
 from seqpart.data.padding import ITEM, Padding, Sizes, padded, padded_source, sizes_of, tokenizer_says
-from seqpart.data.source import RowTaker, Source, SourceReader, generators_kept, kept_type
+from seqpart.data.source import Job, Part, Source, SourceReader, generators_kept, kept_type
 from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_pair, as_split, is_pair, split_of, spread, targets_of
 from seqpart.data.test_sets import are_named
-from seqpart.data.workers import Job, Part, empty, fill
 from seqpart.errors import DataError, OptionError
 from seqpart.fields import values_of
 
@@ -278,7 +277,7 @@ def _of_source(source: Source, settings: Config, *, whole: bool = False) -> Spli
         source = counted(source, None if steps is None else steps * (source.batch or max(values_of(settings.batch_size))))
         like, kept = _first(source, draws)
         classes = not like.labels.is_floating_point() and not like.label_form and like.labels.ndim == 1 and not source.goes_on
-        part = Part(source, RowTaker(like, kept))
+        part = Part(source, like, kept)
         labels = _labels_of(part, like, draws) if classes or whole else like.labels
     return replace(
         like, count=source.count, labels=labels, open=lambda: (rows for rows, _ in _passed(part, draws)), source=source,
@@ -348,13 +347,13 @@ def _refuse_batches(source: Source, like: Split) -> None:
 
 def _passed(part: Part, draws: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields (rows, labels) of all items in order."""
-    source, reader = part.source, SourceReader(part.source)
+    source, part = part.source, part.anew()
     step = source.batch if source.collate is not None else ROWS_AT_ONCE
     for batch, start in enumerate(range(0, source.count, step)):
         numbers = np.arange(start, min(start + step, source.count))
-        rows, labels = empty(part, len(numbers))
+        rows, labels = part.empty(len(numbers))
         with generators_kept():
-            fill(part, reader, Job(0, draws, batch, numbers), rows, labels)
+            part.fill(Job(0, draws, batch, numbers), rows, labels)
         yield rows, labels
 
 
