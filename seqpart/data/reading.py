@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from seqpart.data.reader import Batch
+from seqpart.data.reader import Batch, BatchReader
 from seqpart.data.source import PIECE_BYTES, PIECE_ROWS, SPLITS, Job, Part, Source, generators_kept
 from seqpart.data.splits import Split, copy_rows, first_rows
 from seqpart.data.workers import Worker, probed
@@ -169,7 +169,7 @@ class _Unit(NamedTuple):
     job: Job
 
 
-class PassingReader:
+class PassingReader(BatchReader):
     """Batches of one phase in order, each read when it is needed, or ahead by the workers."""
 
     def __init__(self, rows: PassingRows, phase: Phase, *, seed: int, first_update: int) -> None:
@@ -207,7 +207,6 @@ class PassingReader:
         return Batch(m, span, x, labels, 0)
 
     def done(self, batch: Batch) -> None:
-        """Frees `batch.x` for reuse once the work issued to the device so far is over."""
         self._used = self._device.mark()
 
     def close(self) -> None:
