@@ -30,7 +30,7 @@ from seqpart.capture.inputs import (
     some_rows,
 )
 from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
-from seqpart.errors import DataError
+from seqpart.errors import DataError, refusing
 from seqpart.model.losses import label_dtype
 
 
@@ -303,30 +303,26 @@ def _refuse_no_numbers(x: Any, where: str) -> None:
         raise DataError(f"{where}: expected x to be numbers; found an array of type {x.dtype}.")
 
 
-def _length(items: Any, name: str) -> int:
-    """Returns len(items). Raises DataError if the user's __len__ fails."""
-    try:
-        return len(items)
-    except Exception as error:
-        raise DataError(
-            f"{name} data: len() of the {type(items).__name__} failed: {type(error).__name__}: {error}. "
-            "Let its __len__ return the number of its rows."
-        ) from error
-
-
 def _from_items(items: Any, name: str) -> Split:
-    if not _length(items, name):
+    with refusing(
+        lambda error: DataError(
+            f"{name} data: len() of the {type(items).__name__} failed: {type(error).__name__}: {error}. Let its __len__ return "
+            "the number of its rows."
+        )
+    ):
+        count = len(items)
+    if not count:
         raise DataError(f"{name} data: the set is empty. Give at least one row.")
     x, _ = _item(items, 0, name)
     several = form_of(x, f"{name} data: item 0", whole=False) if is_several(x) else ()
     dtype = torch.uint8 if several else _dtype_of(x)
     first, targets = _row(items, 0, name, several)[0], targets_of(items)
     if _other_labels(items, name, targets, several):
-        targets = [_item(items, i, name)[1] for i in range(len(items))]
+        targets = [_item(items, i, name)[1] for i in range(count)]
 
     def passes() -> Iterator[torch.Tensor]:
-        for start in range(0, len(items), ROWS_AT_ONCE):
-            rows = [_row(items, i, name, several)[0] for i in range(start, min(start + ROWS_AT_ONCE, len(items)))]
+        for start in range(0, count, ROWS_AT_ONCE):
+            rows = [_row(items, i, name, several)[0] for i in range(start, min(start + ROWS_AT_ONCE, count))]
             odd = next((i for i, row in enumerate(rows) if row.shape != first.shape), None)
             if odd is not None:
                 raise DataError(
@@ -337,8 +333,8 @@ def _from_items(items: Any, name: str) -> Split:
 
     labels, label_form = labels_of_items(targets, name)
     return Split(
-        name=name, count=len(items), shape=tuple(first.shape), labels=labels, open=passes, dtype=dtype, form=several,
-        label_form=label_form, some=lambda: (_row(items, i, name, several)[0][None] for i in spread(len(items), READ_TWICE)),
+        name=name, count=count, shape=tuple(first.shape), labels=labels, open=passes, dtype=dtype, form=several,
+        label_form=label_form, some=lambda: (_row(items, i, name, several)[0][None] for i in spread(count, READ_TWICE)),
     )  # fmt: skip
 
 
@@ -392,22 +388,15 @@ def unreadable(name: str, items: Any, index: int, error: Exception) -> DataError
 
 
 def _item(items: Any, index: int, name: str) -> tuple[Any, Any]:
-    try:
+    with refusing(lambda error: unreadable(name, items, index, error)):
         return x_and_y(items[index], f"{name} data: item {index}")
-    except DataError:
-        raise
-    except Exception as error:
-        raise unreadable(name, items, index, error) from error
 
 
 def _row(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, Any]:
     x, y = _item(items, index, name)
-    try:
-        return (packed(one_row(x), form, f"{name} data: item {index}")[0] if form else as_tensor(x)), y
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{name} data: item {index}: expected a pair (x, label) of numbers: {error}.") from error
+    where = f"{name} data: item {index}"
+    with refusing(lambda error: DataError(f"{where}: expected a pair (x, label) of numbers: {error}.")):
+        return (packed(one_row(x), form, where)[0] if form else as_tensor(x)), y
 
 
 def form_of_rows(split: Split) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from seqpart.data.labels import as_labels
 from seqpart.data.splits import ROWS_AT_ONCE, Split
-from seqpart.errors import DataError, OptionError, first_line
+from seqpart.errors import DataError, OptionError, first_line, refusing
 from seqpart.text import nearest, refuse_unusable
 from seqpart.zoo import images, text, tokenized
 from seqpart.zoo.libraries import called
@@ -251,13 +251,11 @@ def _npz(path: Path) -> tuple[Split, Split | None]:
 
 @contextmanager
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            yield archive
-    except DataError:
-        raise
-    except Exception as error:  # zipfile, zlib and numpy's header each have errors of their own: TokenError, RuntimeError, ...
-        raise DataError(f"{path} is damaged or not an npz file: {error}. Write it again with numpy.savez.") from error
+    cure = "Write it again with numpy.savez."
+    # zipfile, zlib and numpy's header each have errors of their own: TokenError, RuntimeError, ...
+    refusal = refusing(lambda error: DataError(f"{path} is damaged or not an npz file: {error}. {cure}"))
+    with refusal, zipfile.ZipFile(path) as archive:
+        yield archive
 
 
 def _npz_rows(path: Path, name: str) -> "tuple[tuple[int, ...], np.dtype[Any], Callable[[], Iterator[Array]]]":
