@@ -26,13 +26,13 @@ from seqpart.files import added_to, made
 from seqpart.plan.plan import Plan, as_text_rows
 from seqpart.report.terminal import (
     LOGGER,
+    UNLIMITED,
     as_lines,
     as_many,
     bar_line,
     is_heard,
     plan_table,
     standard_output,
-    table_width,
     width_for_table,
     width_of,
     wrapped,
@@ -128,10 +128,10 @@ class Reporter:
         table, left_out = plan_table(rows, width)
         self.say(plan_title(plan))
         if is_heard(logging.INFO):
-            LOGGER.info("%s", as_lines(plan_table(rows, None)[0], table_width(rows)))
+            LOGGER.info("%s", as_lines(plan_table(rows, None)[0]))
             left_out = ()
         else:
-            self.console.width = table_width(rows) if width is None else width  # a file has none, and rich cuts at 80
+            self.console.width = width or UNLIMITED
             self.console.print(table)
         if left_out:
             self.say(f"left out, for a wider terminal: {', '.join(left_out)}")
