@@ -15,7 +15,6 @@ from seqpart.callbacks import callers
 from seqpart.checkpoint.resume import ResumePoint, refuse_unlike_ranks, resume_point_of
 from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
-from seqpart.data.reading import with_fewer_workers
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, first_rows
 from seqpart.data.step_losses import StepLosses
@@ -201,7 +200,7 @@ class Trainer:
 
         def work(attempt: ExitStack, model: object, loss_chunks: int | None) -> tuple[Planner, ExecutionPlan]:
             planner = attempt.enter_context(closing(prepare(model=model, loss_chunks=loss_chunks)))
-            return planner, with_fewer_workers(planner, partial(plan, planner))
+            return planner, planner.with_fewer_workers(partial(plan, planner))
 
         stack.enter_context(as_written(self.model))
         stack.enter_context(compiler_at_work(self.settings.compile))

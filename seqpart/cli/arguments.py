@@ -272,8 +272,6 @@ def _kept(path: Path) -> dict[str, Any]:
     Raises CorruptFile if that is damaged: a changed digit would train another job.
     """
     refuse_unusable("--resume", path)
-    if not path.exists():
-        raise OptionError(f"--resume: {path} does not exist. Give the directory of a run, or one of its checkpoint files.")
     if not path.is_dir() or has_checkpoint(path):
         job, found = path, as_state(manifests.load(path)).job
         if found is None:

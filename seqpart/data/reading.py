@@ -1,10 +1,10 @@
 """Reads rows that are not kept: anew in every pass, here or in worker processes, batch by batch in the pass's order."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,9 @@ from seqpart.data.workers import Worker, probed
 from seqpart.device.device import Device, Event
 from seqpart.device.limit import WARM_UP_BYTES, margin_of
 from seqpart.device.usage import read_process, read_tree
-from seqpart.errors import DoesNotFit
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.store.row_file import PassingLayout, RowLayout
 
-Made = TypeVar("Made")
 _NUMBER, _OF_SAMPLER = 8, 48
 """Bytes of a row's number, and the additional bytes while a sampler returns them as a list."""
 _PROBE = 8
@@ -127,24 +125,6 @@ def _first_row(split: Split) -> torch.Tensor:
     with generators_kept():
         copy_rows(first_rows(split, 1), found)
     return found
-
-
-class ReadsRows(Protocol):
-    """A planner's view of reading: the workers, and the bytes that the process tree holds before the plan."""
-
-    reading: Reading
-    runtime: int
-
-
-def with_fewer_workers(prepared: ReadsRows, plan: Callable[[], Made]) -> Made:
-    """Returns `plan()` with as many workers as fit in the limit. Raises DoesNotFit if nothing fits without workers."""
-    while True:
-        try:
-            return plan()
-        except DoesNotFit:
-            if not (freed := prepared.reading.fewer()):
-                raise
-            prepared.runtime -= freed
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,16 +40,17 @@ def load(
     Raises DataError for missing or damaged files, OptionError for unknown names.
     """
     prefix, _, rest = name.partition(":")
-    if augment is not None and prefix != "imagefolder":
-        raise OptionError(f"--augment goes with --data imagefolder:DIR; found --data {name}.")
     if prefix in ("idx", "npz", "folder", "imagefolder", "text", "hf-text"):
         refuse_unusable("--data", Path(rest))
-    if image_size is not None and prefix not in ("folder", "imagefolder"):
-        raise OptionError(f"--image-size goes with --data folder:DIR or imagefolder:DIR; found --data {name}.")
+    for option, given, kinds in (
+        ("--augment", augment, {"imagefolder": "DIR"}), ("--image-size", image_size, {"folder": "DIR", "imagefolder": "DIR"}),
+        ("--context", context, {"text": "FILE", "hf-text": "FILE"}),
+    ):  # fmt: skip
+        if given is not None and prefix not in kinds:
+            of = " or ".join(f"{kind}:{place}" for kind, place in kinds.items())
+            raise OptionError(f"{option} goes with --data {of}; found --data {name}.")
     if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
         raise OptionError(f"--image-size: expected pixels from 1 up, and at most {LARGEST_IMAGE}; found {image_size}.")
-    if context is not None and prefix not in ("text", "hf-text"):
-        raise OptionError(f"--context goes with --data text:FILE or hf-text:FILE; found --data {name}.")
     if name not in _MNISTS and (download or data_dir is not None):
         raise OptionError(f"--data-dir and --download go with {', '.join(_MNISTS)}; found --data {name}.")
     if name == "digits":
