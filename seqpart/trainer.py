@@ -21,9 +21,10 @@ from seqpart.data.step_losses import StepLosses
 from seqpart.data.unlabelled import WithoutLabels, needs_labels
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
+from seqpart.device.process_limits import highest
 from seqpart.device.ranks import begun_before, leads, leaving_on_error, per_machine, ranks_of, refuse_ranks
 from seqpart.device.sampler import Proof, Sampler
-from seqpart.device.usage import MemoryUsage, highest
+from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DoesNotFit, Interrupted, OptionError
 from seqpart.fields import checked_value, values_of
 from seqpart.intake import largest_batch, rows_of, rows_of_a_window, rows_to_evaluate

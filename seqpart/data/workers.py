@@ -23,8 +23,8 @@ import torch
 from seqpart.data.source import Job, Part
 from seqpart.device.device import Device
 from seqpart.device.pages import bytes_of
-from seqpart.device.process_limits import set_mark_back
-from seqpart.device.usage import highest, read_process
+from seqpart.device.process_limits import highest, set_mark_back
+from seqpart.device.usage import read_process
 from seqpart.errors import DataError, OutOfMemory, SeqpartError
 from seqpart.files import write_all
 from seqpart.units import format_size

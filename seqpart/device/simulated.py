@@ -288,8 +288,9 @@ class SimulatedDevice(Accelerator):
     def allocated_peak(self) -> int:
         return self._allocator.allocated_peak
 
-    def restart_peaks(self) -> None:
+    def restart_peaks(self) -> bool:
         self._allocator.restart_peaks()
+        return False
 
     def cap(self, nbytes: int | None) -> None:
         self._allocator.cap(nbytes)
