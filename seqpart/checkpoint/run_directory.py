@@ -97,9 +97,8 @@ class RunDirectory:
         with contextlib.suppress(ValueError):
             found = markers.marker_of(self._folder)
         known = found.id if found is not None and found.directory == here else secrets.token_hex(8)
-        if self._run is None:
-            return Marker(directory=here, id=known)
-        return Marker(directory=here, id=known, run=self._run.marker.directory, run_id=self._run.marker.id)
+        run, run_id = (None, None) if self._run is None else (self._run.marker.directory, self._run.marker.id)
+        return Marker(state="", pid=os.getpid(), time="", directory=here, id=known, run=run, run_id=run_id)
 
     @property
     def homes(self) -> Path:
