@@ -1,6 +1,7 @@
 """Reads rows that are not kept: anew in every pass, here or in worker processes, batch by batch in the pass's order."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -15,7 +16,7 @@ from seqpart.data.splits import Split, copy_rows, first_rows
 from seqpart.data.workers import Worker, probed
 from seqpart.device.device import Device, Event
 from seqpart.device.limit import WARM_UP_BYTES, margin_of
-from seqpart.device.usage import read_process, read_tree
+from seqpart.device.usage import held_by_tree, read_process
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.store.row_file import PassingLayout, RowLayout
 
@@ -62,7 +63,7 @@ class Reading:
             self._work = probed(self._parts[0], probe)[1]
         for number in range(self._asked):
             another = read_process().held + self._work + probe * self._row.nbytes
-            if device.shares_memory and read_tree().held + another + WARM_UP_BYTES > limit - margin_of(limit):
+            if device.shares_memory and held_by_tree(os.getpid()) + another + WARM_UP_BYTES > limit - margin_of(limit):
                 self._say_fewer()
                 break
             self.workers.append(Worker(self._parts, number, probe, self.workers))
@@ -89,7 +90,7 @@ class Reading:
     def fewer(self) -> int:
         """Ends half of the workers. Returns the bytes that they held; 0 if there were none."""
         ending = self.workers[len(self.workers) // 2 :]
-        freed = sum(read_tree(worker.pid).held for worker in ending)
+        freed = sum(held_by_tree(worker.pid) for worker in ending)
         for worker in ending:
             self.workers.remove(worker)
             worker.close()
@@ -112,7 +113,7 @@ class Reading:
     @property
     def held(self) -> int:
         """Bytes that the workers hold now."""
-        return sum(read_tree(worker.pid).held for worker in self.workers)
+        return sum(held_by_tree(worker.pid) for worker in self.workers)
 
     def close(self) -> None:
         while self.workers:

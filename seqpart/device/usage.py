@@ -18,7 +18,7 @@ import torch
 
 from seqpart.device.device import Device
 from seqpart.device.nvml import NvmlUsage
-from seqpart.device.process_limits import figure, set_mark_back, status_of
+from seqpart.device.process_limits import figure, held, set_mark_back, status_of
 
 _FELL = 1 << 20
 """Decrease of file pages in bytes above which VmHWM is reset."""
@@ -39,9 +39,6 @@ class Reading:
         """Bytes that only this process holds."""
         return self.anon + self.shmem
 
-    def __add__(self, other: "Reading") -> "Reading":
-        return Reading(self.anon + other.anon, self.shmem + other.shmem, self.file + other.file, self.data + other.data)
-
 
 def read_process(pid: int | str = "self") -> Reading:
     """The kernel's figures for one process; zeros when it is gone."""
@@ -52,13 +49,9 @@ def read_process(pid: int | str = "self") -> Reading:
     return Reading(*(figure(text, name) for name in _STATUS_FIELDS))
 
 
-def read_tree(pid: int | None = None) -> Reading:
-    """The kernel's figures for a process and all its descendants."""
-    pid = pid or os.getpid()
-    total = read_process(pid)
-    for child in _children(pid):
-        total += read_tree(child)
-    return total
+def held_by_tree(pid: int) -> int:
+    """Bytes that a process and all its descendants hold."""
+    return read_process(pid).held + sum(map(held_by_tree, _children(pid)))
 
 
 def _children(pid: int) -> Iterator[int]:
@@ -145,10 +138,9 @@ class _TreeUsage:
     def read(self) -> int:
         text = os.pread(self._status, 8192, 0)
         shared = figure(text, b"RssShmem:")
-        used = max(figure(text, b"RssAnon:") + shared, self._between(text)) - min(shared, self.granted)
+        used = max(held(text), self._between(text)) - min(shared, self.granted)
         if _has_children():
-            readings = [read_tree(child) for child in _children(self._pid)]
-            used += sum(reading.held for reading in readings)
+            used += sum(map(held_by_tree, _children(self._pid)))
         return used
 
     def _between(self, text: bytes) -> int:
