@@ -21,7 +21,6 @@ from seqpart.data.step_losses import StepLosses
 from seqpart.data.unlabelled import WithoutLabels, needs_labels
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
-from seqpart.device.process_limits import highest
 from seqpart.device.ranks import begun_before, leads, leaving_on_error, per_machine, ranks_of, refuse_ranks
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import MemoryUsage
@@ -134,7 +133,7 @@ class Trainer:
             settings = replace(settings, mem_limit=limit_of(settings.mem_limit, self.device) // share)
         self.settings = settings
         load(settings.trackers)  # the plan is to see what they hold
-        self._held = highest()
+        self._held = self.device.allocated_peak()
         self._sampler: Sampler | None = None
         self._asked: tuple[Settings, Settings] | None = None
         """The settings with the last loader's batch size and order, and without."""
