@@ -409,7 +409,6 @@ def form_of_labels(split: Split) -> str:
 
 
 def _in_words(form: Form, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Describes one row."""
     if form:
         return f"a {'tuple' if form[0].name is None else 'dict'} of {described(form)}"
     return f"{shape or 'a number'} {str(dtype).removeprefix('torch.')}"

@@ -302,7 +302,6 @@ class Planner(Inputs):
         return request.methods[0], candidate, (*reasons, *request.methods[0].idle_options(self.settings, len(candidate.parts)))
 
     def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
-        """The optimizer of each partition."""
         return self.optimizers(len(candidate.parts), recovery=recovery)
 
     def epochs(self, count: int, trained: tuple[float, ...] = ()) -> list[float]:

@@ -396,7 +396,6 @@ class Trials:
         return sum(found.values())
 
     def _rows(self, number: int, rows: int) -> list[torch.Tensor]:
-        """Input rows for a block."""
         compiles, takes = self._chain[number].compiles, self._costs_at(rows)[number].takes
         learn = [value.learns and (not compiles or value.number in self._learned) for value in takes]
         return [value.sample(self._device.torch, learns=one) for value, one in zip(takes, learn, strict=True)]
