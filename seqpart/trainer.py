@@ -18,7 +18,7 @@ from seqpart.data.padding import Padding, as_padding
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, first_rows
 from seqpart.data.step_losses import StepLosses
-from seqpart.data.unlabelled import WithoutLabels, needs_labels
+from seqpart.data.unlabelled import WithoutLabels, needs_labels, with_zeros
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
 from seqpart.device.ranks import begun_before, leads, leaving_on_error, per_machine, ranks_of, refuse_ranks
@@ -464,7 +464,7 @@ class Trainer:
             refuse_taken_places(asked.output_dir, resume, overwrite=settings.overwrite)
             resumed = None if at is None else resume_point_of(at, settings, session=True)
             kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
-            padding = for_data(self._padding, (example,))
+            padding = for_data(self._padding, (with_zeros(example, self._labelled)[0],))
             rows = in_type_of(self.model, largest_batch(example, settings, padding, labelled=self._labelled))
             if learns and asked.unfreeze is not None:
                 raise OptionError("--unfreeze: `learns` says what learns in each step of a session. Leave one of them out.")
