@@ -26,6 +26,7 @@ import contextlib
 import json
 import re
 import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _WORDS = (
@@ -125,6 +126,17 @@ class SeqpartError(Exception):
     def add_note(self, note: str) -> None:
         self._notes.append(note)
         super().add_note(in_arguments(note))
+
+
+@contextlib.contextmanager
+def refusing(words: Callable[[Exception], SeqpartError]) -> Iterator[None]:
+    """A context in which an error that is none of ours, as of the user's code or a library, is raised in `words`."""
+    try:
+        yield
+    except SeqpartError:
+        raise
+    except Exception as error:
+        raise words(error) from error
 
 
 class BadInput(SeqpartError):

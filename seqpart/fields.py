@@ -183,7 +183,6 @@ def _as(kind: Any, value: Any, typed: bool) -> Any:
 
 
 def _expected(hint: Any, typed: bool) -> str:
-    """Describes the valid values."""
     item, words, note = items_of(hint), choices_of(hint), note_of(hint)
     if typed and item in (int, float):
         return f"{_WORDS[item]}, or {_WORDS[item][2:]}s with commas"

@@ -17,7 +17,7 @@ from seqpart.data.padding import Padding, padded
 from seqpart.data.reader import WINDOW
 from seqpart.data.source import Source
 from seqpart.data.splits import Split, as_pair, as_split, first_rows, is_pair
-from seqpart.data.test_sets import are_named, together
+from seqpart.data.test_sets import together
 from seqpart.data.unlabelled import out_of_one, with_zeros
 from seqpart.errors import DataError
 from seqpart.fields import values_of
@@ -35,13 +35,10 @@ def rows_of(
     train, test: pairs (x, y), data sets, streams or loaders; test may be None. labelled: False if the loss needs no labels: x
     alone may be given too. Raises DataError, and OptionError for settings that these rows contradict.
     """
-    bare = False
     if labelled:
         _refuse_labels_as_test(train, test)
-    else:
-        (train, one), (test, other) = with_zeros(train), _with_zeros(test)
-        bare = one or other
-    padding, method = for_data(padding, (train, *(test.values() if are_named(test) else [test]))), settings.methods[0]
+    (train, one), (test, other) = with_zeros(train, labelled), with_zeros(test, labelled)
+    padding, method = for_data(padding, (train, test)), settings.methods[0]
     rows = training_rows(train, settings, padding=padding, whole=method.alone)
     if settings.mixup or settings.cutmix:
         rows = training_rows(mixed(train, rows, settings), settings, padding=padding)
@@ -49,42 +46,25 @@ def rows_of(
         method.refuse_source(rows.source)
     settings = with_loader(settings, rows)
     read = partial(test_rows, train=rows, settings=settings, padding=padding, whole=settings.tests_in_turn)
-    tests = together(test, read, "test") if are_named(test) else read(test)
-    if bare:
+    tests = together(test, read, "test")
+    if one or other:
         rows, tests = replace(rows, labelled=False), replace(tests, labelled=False)
     return rows, tests, settings
 
 
-def _with_zeros(test: object) -> tuple[object, bool]:
-    """Does what `with_zeros` does, also to several test sets by name."""
-    if not are_named(test):
-        return with_zeros(test)
-    found = {name: with_zeros(part) for name, part in test.items()}
-    return {name: part for name, (part, _) in found.items()}, any(bare for _, bare in found.values())
-
-
 def rows_to_evaluate(data: object, settings: Settings, padding: Padding | None = None, *, labelled: bool = True) -> Split:
     """Returns the rows of an evaluation, with all their labels."""
-    several = [*data.values()] if are_named(data) else [data]
-    padding, bare = for_data(padding, several), not labelled
-
-    def read(one: object) -> Split:
-        nonlocal bare
-        one, bare = (one, False) if labelled else with_zeros(one)
-        return training_rows(one, settings, "evaluation", padding, whole=True)
-
-    found = together(data, read, "evaluation", keeps=True) if are_named(data) else read(data)
-    return replace(found, labelled=not bare)
+    data, bare = with_zeros(data, labelled)
+    padding = for_data(padding, (data,))
+    read = partial(training_rows, settings=settings, name="evaluation", padding=padding, whole=True)
+    return replace(together(data, read, "evaluation", keeps=True), labelled=not bare)
 
 
 def kept_rows(data: object, settings: Settings, padding: Padding | None, *, labelled: bool = True) -> Split:
     """Returns the rows of an evaluation within a session, with one draw of each row kept. padding: with its length."""
-
-    def read(one: object) -> Split:
-        one = one if labelled else with_zeros(one)[0]
-        return training_rows(one, replace(settings, cache="rows"), "evaluation", padding, whole=True)
-
-    return together(data, read, "evaluation") if are_named(data) else read(data)
+    settings = replace(settings, cache="rows")
+    read = partial(training_rows, settings=settings, name="evaluation", padding=padding, whole=True)
+    return together(with_zeros(data, labelled)[0], read, "evaluation")
 
 
 def tested_on_first(train: Split, count: int) -> Split:
@@ -102,7 +82,7 @@ def batch_rows(
 
     form: the form of the example's rows. labelled: False if they have no labels.
     """
-    batch = as_pair(batch if labelled else with_zeros(out_of_one(batch))[0], name)
+    batch = as_pair(with_zeros(batch if labelled else out_of_one(batch), labelled)[0], name)
     if is_pair(batch):
         batch = batch if padding is None else padding.of_batch(batch, name)
         batch = in_order(batch[0], form), batch[1]
@@ -114,7 +94,7 @@ def largest_batch(
 ) -> Split:  # fmt: skip
     """Returns the first rows of a session's example, as many as a batch may have. Raises DataError if it has fewer."""
     (batch_size,), where = values_of(settings.batch_size), "the example"
-    example, bare = (example, False) if labelled else with_zeros(example)
+    example, bare = with_zeros(example, labelled)
     example = as_pair(example, where)
     split = batch_rows(example, where, padding) if is_pair(example) else first_batch(example, settings, where, padding)
     if split.count < batch_size:

@@ -68,27 +68,23 @@ def like_ctrl_c() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def undivided() -> Iterator[None]:
-    """Holds back all signals until the end of the block, which must not stay half done."""
-    interrupts = Interrupts()
-    with contextlib.ExitStack() as stack:
-        stack.push(lambda kind, *_: interrupts.end("", failed=kind is not None))
-        stack.enter_context(interrupts)
-        interrupts.hold()
-        yield
-
-
-@contextlib.contextmanager
-def put_off() -> Iterator[None]:
-    """Holds back all signals until the end of the block, and raises them even after an error. An exception raised while C++
-    calls Python code that must not raise, as when a fake tensor is freed, would end the interpreter."""
-    interrupts = Interrupts()
+def undivided(*, after_errors: bool = False) -> Iterator[None]:
+    """Holds back all signals until the end of the block, which must not stay half done. after_errors: raises them even after an
+    error."""
+    interrupts, failed = Interrupts(), True
     try:
         with interrupts:
             interrupts.hold()
             yield
+        failed = False
     finally:
-        interrupts.end("", failed=False)
+        interrupts.end("", failed=failed and not after_errors)
+
+
+def put_off() -> contextlib.AbstractContextManager[None]:
+    """Holds back all signals until the end of the block, and raises them even after an error. An exception raised while C++
+    calls Python code that must not raise, as when a fake tensor is freed, would end the interpreter."""
+    return undivided(after_errors=True)
 
 
 def end_at_once() -> None:

@@ -4,6 +4,7 @@ A checksum shows that a file is what was written, not that its content is valid.
 """
 
 import re
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -35,17 +36,21 @@ def matching(whole: re.Pattern[str]) -> Meta:
 
 
 def as_type(kind: type[T], found: object) -> T:
-    """Converts `found`, from JSON, to a dataclass or a Struct. Raises ValueError that names the field of another type, out of
-    range, missing or unknown."""
+    """Converts `found`, from JSON, to a dataclass or a Struct, which may hold Paths. Raises ValueError that names the field of
+    another type, out of range, missing or unknown."""
     try:
-        made = msgspec.convert(found, kind)
+        made = msgspec.convert(found, kind, dec_hook=_path)
     except (msgspec.ValidationError, OverflowError, RecursionError, UnicodeError) as error:
         message, _, place = str(error).partition(" - at `$")
         message = _WORDS.sub(lambda found: f"one of {found[1].replace('|', ', ')}", message)
         place = place.strip(".`")
         raise ValueError(f"{place}: {message[:1].lower()}{message[1:]}" if place else message) from None
-    _refuse_unknown(found, msgspec.to_builtins(made), "")
+    _refuse_unknown(found, msgspec.to_builtins(made, enc_hook=str), "")
     return made
+
+
+def _path(kind: type[Path], found: object) -> Path:
+    return kind(as_type(PathText, found))
 
 
 def _refuse_unknown(found: object, known: object, place: str) -> None:

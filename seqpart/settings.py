@@ -109,20 +109,15 @@ class Settings(Config):
             yield f"--ema: expected a decay between 0 and 1, such as 0.999; found {self.ema}"
         if self.ema is not None and "schedulefree" in values_of(self.optimizer):
             yield "--ema does not go with --optimizer schedulefree, which averages the weights itself. Leave it out"
-        if self.unfreeze is not None and not self.is_exact:
-            yield (
-                f"--unfreeze goes with --method auto, streamed, checkpointed or full; found --method {self.method}. Take one "
-                "of these, or --freeze alone"
-            )
+        for flag, given, cure in (
+            ("--unfreeze", self.unfreeze is not None, "Take one of these, or --freeze alone"),
+            ("--optimizer-on host", self.optimizer_on == "host", "Leave it out"),
+            ("--compile", self.compile, "Leave it out"),
+        ):
+            if given and not self.is_exact:
+                yield f"{flag} goes with --method auto, streamed, checkpointed or full; found --method {self.method}. {cure}"
         if self.unfreeze is not None and self.ema is not None:
             yield "--unfreeze does not go with --ema, which averages from the first update on. Leave one out"
-        if self.optimizer_on == "host" and not self.is_exact:
-            yield (
-                f"--optimizer-on host goes with --method auto, streamed, checkpointed or full; found --method {self.method}. "
-                "Leave it out"
-            )
-        if self.compile and not self.is_exact:
-            yield f"--compile goes with method auto, streamed, checkpointed or full; found --method {self.method}. Leave it out"
         if self.compile and self.tile_bytes:
             yield "--compile does not go with --tile, which replaces layers by others. Leave one out"
         if self.compile and self.unfreeze is not None:

@@ -3,7 +3,8 @@
 import errno
 import json
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,22 @@ def read_text(path: Path) -> str:
     if found.st_size > MOST_BYTES:
         raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, and we read {MOST_BYTES} at most", str(path))
     return path.read_text(encoding="utf-8")
+
+
+def read_table(
+    option: str, path: Path, kind: str = "TOML", parse: Callable[[str], dict[str, Any]] = tomllib.loads, *, cure: str = ""
+) -> dict[str, Any]:
+    """The table in a file of that kind. Raises OptionError, with the cure where the file cannot be read."""
+    refuse_unusable(option, path)
+    try:
+        return parse(read_text(path))
+    except OSError as error:
+        raise OptionError(f"{option}: cannot read {path}: {error.strerror}.{cure}") from None
+    except RecursionError:
+        raise OptionError(f"{option}: {path} is not {kind} that we can read: it is nested too deeply.") from None
+    except ValueError as error:  # TOMLDecodeError is one; so is what int says to a number of too many digits
+        why = "it is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error
+        raise OptionError(f"{option}: {path} is not {kind}: {why}.") from None
 
 
 def parsed(text: str | bytes) -> Any:

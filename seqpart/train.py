@@ -92,19 +92,12 @@ def _ended(work: Callable[[], None], *, debug: bool) -> int:
             notes = "".join(f"\n  {note}" for note in error.notes_with_flags)
             print(fitted(f"{type(error).__name__}: {error.with_flags}{notes}", sys.stderr), file=sys.stderr)
         return error.exit_code
-    except Interrupted as interrupt:
-        if is_of_first_rank(interrupt):
-            return INTERRUPTED
-        print(
-            f"interrupted: the run is saved. Resume with: {PROGRAM} --resume {shlex.quote(shown(interrupt.directory))}",
-            file=sys.stderr,
-        )
-        return INTERRUPTED
     except KeyboardInterrupt as interrupt:
-        if is_of_first_rank(interrupt):
-            return INTERRUPTED
-        what = str(interrupt) or "the run's scratch files are removed; earlier results are untouched."
-        print(f"interrupted: {what}", file=sys.stderr)
+        if not is_of_first_rank(interrupt):
+            what = str(interrupt) or "the run's scratch files are removed; earlier results are untouched."
+            if isinstance(interrupt, Interrupted):
+                what = f"the run is saved. Resume with: {PROGRAM} --resume {shlex.quote(shown(interrupt.directory))}"
+            print(f"interrupted: {what}", file=sys.stderr)
         return INTERRUPTED
     except SystemExit as error:
         origin = _origin(error)

@@ -15,16 +15,15 @@ from seqpart.callbacks import callers
 from seqpart.checkpoint.resume import ResumePoint, refuse_unlike_ranks, resume_point_of
 from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
-from seqpart.data.reading import with_fewer_workers
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, first_rows
 from seqpart.data.step_losses import StepLosses
-from seqpart.data.unlabelled import WithoutLabels, needs_labels
+from seqpart.data.unlabelled import WithoutLabels, needs_labels, with_zeros
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
 from seqpart.device.ranks import begun_before, leads, leaving_on_error, per_machine, ranks_of, refuse_ranks
 from seqpart.device.sampler import Proof, Sampler
-from seqpart.device.usage import MemoryUsage, highest
+from seqpart.device.usage import MemoryUsage
 from seqpart.errors import DoesNotFit, Interrupted, OptionError
 from seqpart.fields import checked_value, values_of
 from seqpart.intake import largest_batch, rows_of, rows_of_a_window, rows_to_evaluate
@@ -134,7 +133,7 @@ class Trainer:
             settings = replace(settings, mem_limit=limit_of(settings.mem_limit, self.device) // share)
         self.settings = settings
         load(settings.trackers)  # the plan is to see what they hold
-        self._held = highest()
+        self._held = self.device.allocated_peak()
         self._sampler: Sampler | None = None
         self._asked: tuple[Settings, Settings] | None = None
         """The settings with the last loader's batch size and order, and without."""
@@ -201,7 +200,7 @@ class Trainer:
 
         def work(attempt: ExitStack, model: object, loss_chunks: int | None) -> tuple[Planner, ExecutionPlan]:
             planner = attempt.enter_context(closing(prepare(model=model, loss_chunks=loss_chunks)))
-            return planner, with_fewer_workers(planner, partial(plan, planner))
+            return planner, planner.with_fewer_workers(partial(plan, planner))
 
         stack.enter_context(as_written(self.model))
         stack.enter_context(compiler_at_work(self.settings.compile))
@@ -465,7 +464,7 @@ class Trainer:
             refuse_taken_places(asked.output_dir, resume, overwrite=settings.overwrite)
             resumed = None if at is None else resume_point_of(at, settings, session=True)
             kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
-            padding = for_data(self._padding, (example,))
+            padding = for_data(self._padding, (with_zeros(example, self._labelled)[0],))
             rows = in_type_of(self.model, largest_batch(example, settings, padding, labelled=self._labelled))
             if learns and asked.unfreeze is not None:
                 raise OptionError("--unfreeze: `learns` says what learns in each step of a session. Leave one of them out.")

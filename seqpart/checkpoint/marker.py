@@ -10,7 +10,6 @@ import json
 import os
 import re
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,7 @@ import msgspec
 
 from seqpart.errors import CorruptFile, DirectoryUnusable
 from seqpart.files import PRIVATE, Folder, remove
-from seqpart.schema import Digest, PathText, Whole, as_type
+from seqpart.schema import Digest, Whole, as_type
 from seqpart.store.atomic import checked_body, unusable, with_checksum, write_text
 from seqpart.store.direct import explaining, sync
 from seqpart.store.scratch import NEW, PUBLISHING
@@ -30,36 +29,23 @@ _WAIT = 1.0
 """Seconds to wait for a lock: other starting runs check it, and clean up, in less."""
 
 
-class _Body(msgspec.Struct, kw_only=True, rename={"made_by": "made by", "run_id": "run id"}):
+class Marker(msgspec.Struct, kw_only=True, frozen=True, rename={"made_by": "made by", "run_id": "run id"}):
     made_by: Literal["seqpart"] = "seqpart"
     state: str
+    """State of the run, as it was written last."""
     pid: Whole
     time: str
-    directory: PathText
-    id: Digest
-    run: PathText | None = None
-    run_id: Digest | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Marker:
     directory: Path
     """The path where it was written, without links."""
-    id: str
+    id: Digest
     """Identity of the run directory, as long as it stays in its place."""
     run: Path | None = None
     """The directory of the run that these homes and rows belong to; None if this is the run's own directory."""
-    run_id: str | None = None
-    state: str = ""
-    """State of the run, as it was written last."""
+    run_id: Digest | None = None
 
     def write(self, state: str) -> None:
-        run = None if self.run is None else str(self.run)
-        body = _Body(
-            state=state, pid=os.getpid(), time=time.strftime("%Y-%m-%d %H:%M:%S"), directory=str(self.directory), id=self.id,
-            run=run, run_id=self.run_id,
-        )  # fmt: skip
-        write_text(self.directory / MARKER, json.dumps(msgspec.to_builtins(body)) + "\n")
+        now = msgspec.structs.replace(self, state=state, pid=os.getpid(), time=time.strftime("%Y-%m-%d %H:%M:%S"))
+        write_text(self.directory / MARKER, json.dumps(msgspec.to_builtins(now, enc_hook=str)) + "\n")
 
 
 def marker_of(folder: Folder) -> Marker | None:
@@ -68,15 +54,14 @@ def marker_of(folder: Folder) -> Marker | None:
         return None
     try:
         text, found = folder.read(MARKER)
-        body = as_type(_Body, parsed(text))
+        marker = as_type(Marker, parsed(text))
     except OSError as error:
         raise ValueError(f"its marker cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"its marker is damaged, or not one that seqpart wrote: {error}") from None
     if found.st_uid != folder.uid:
         raise ValueError("its marker belongs to another user")
-    run = Path(body.run) if body.run is not None else None
-    return Marker(directory=Path(body.directory), id=body.id, run=run, run_id=body.run_id, state=body.state)
+    return marker
 
 
 def locked(root: Path, *, wait: float = _WAIT) -> int:

@@ -97,9 +97,8 @@ class RunDirectory:
         with contextlib.suppress(ValueError):
             found = markers.marker_of(self._folder)
         known = found.id if found is not None and found.directory == here else secrets.token_hex(8)
-        if self._run is None:
-            return Marker(directory=here, id=known)
-        return Marker(directory=here, id=known, run=self._run.marker.directory, run_id=self._run.marker.id)
+        run, run_id = (None, None) if self._run is None else (self._run.marker.directory, self._run.marker.id)
+        return Marker(state="", pid=os.getpid(), time="", directory=here, id=known, run=run, run_id=run_id)
 
     @property
     def homes(self) -> Path:
@@ -150,37 +149,37 @@ class RunDirectory:
 
         drop: names of files to remove if the run failed before it began, with the directory if the run created it.
         """
-        try:
-            if self._folder.is_at(self.marker.directory):
-                if state == "done":
-                    self._forget_checkpoint()
-                clear_scratch(self._folder)
-                self.marker.write(state)
-                if drop and self._made:
-                    for name in drop:
-                        self._folder.remove(name)
-                    remove_empty(self._folder)
-        except (OSError, StoreError) as error:
+        with self._ending(raises=state == "done"):
+            if not self._folder.is_at(self.marker.directory):
+                return
             if state == "done":
-                raise _left_over(error, self.root) from None
-            # A run that failed raises its own error, and the next run cleans up.
-        finally:
-            self._let_go()
+                self._forget_checkpoint()
+            clear_scratch(self._folder)
+            self.marker.write(state)
+            if drop and self._made:
+                for name in drop:
+                    self._folder.remove(name)
+                remove_empty(self._folder)
 
     def vanish(self, *, failed: bool = False) -> None:
         """Removes a scratch directory, unless its run's checkpoint needs it, or may need it.
 
         failed: true if the run raises an error of its own; otherwise raises StoreError if the disk fails.
         """
+        with self._ending(raises=not failed):
+            found = judged(self._folder, is_locked=True) if self._folder.is_at(self.marker.directory) else None
+            if found is not None and found.kind is Kind.LEFTOVER:
+                clear_scratch(self._folder)
+                remove_empty(self._folder)
+
+    @contextlib.contextmanager
+    def _ending(self, *, raises: bool) -> Iterator[None]:
+        """A context after which the directory is let go. raises: if the disk fails; else the next run cleans up, since this one
+        raises an error of its own."""
         try:
-            if self._folder.is_at(self.marker.directory):
-                with Folder.at(self.marker.directory) as folder:
-                    found = judged(folder, is_locked=True)
-                    if found is not None and found.kind is Kind.LEFTOVER:
-                        clear_scratch(folder)
-                        remove_empty(folder)
+            yield
         except (OSError, StoreError) as error:
-            if not failed:
+            if raises:
                 raise _left_over(error, self.root) from None
         finally:
             self._let_go()

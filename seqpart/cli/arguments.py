@@ -8,7 +8,6 @@ import dataclasses
 import inspect
 import itertools
 import shutil
-import tomllib
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -28,7 +27,7 @@ from seqpart.schema import as_type
 from seqpart.settings import hints_of
 from seqpart.store.atomic import checked_body
 from seqpart.store.scratch import JOB, has_checkpoint
-from seqpart.text import read_text, refuse_unusable, short, with_suggestion
+from seqpart.text import read_table, refuse_unusable, short, with_suggestion
 
 T = TypeVar("T")
 
@@ -46,18 +45,12 @@ _YAML = (".yaml", ".yml")
 
 def read_config(path: Path) -> dict[str, Any]:
     """Returns the file's table. Raises OptionError if it cannot be read, or does not match its suffix."""
-    refuse_unusable("--config", path)
-    kind, parse = ("YAML", _from_yaml) if path.suffix.lower() in _YAML else ("TOML", tomllib.loads)
+    if path.suffix.lower() not in _YAML:
+        return read_table("--config", path)
     try:
-        return parse(read_text(path))
-    except OSError as error:
-        raise OptionError(f"--config: cannot read {path}: {error.strerror}.") from None
+        return read_table("--config", path, "YAML", _from_yaml)
     except ModuleNotFoundError:
         raise OptionError(f"--config: {path} is YAML, which PyYAML reads. pip install pyyaml, or write it as TOML.") from None
-    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError and those of _from_yaml are such
-        raise OptionError(f"--config: {path} is not {kind}: {error}.") from None
-    except RecursionError:
-        raise OptionError(f"--config: {path} is not {kind} that we can read: it is nested too deeply.") from None
 
 
 def _from_yaml(text: str) -> dict[str, Any]:
@@ -279,8 +272,6 @@ def _kept(path: Path) -> dict[str, Any]:
     Raises CorruptFile if that is damaged: a changed digit would train another job.
     """
     refuse_unusable("--resume", path)
-    if not path.exists():
-        raise OptionError(f"--resume: {path} does not exist. Give the directory of a run, or one of its checkpoint files.")
     if not path.is_dir() or has_checkpoint(path):
         job, found = path, as_state(manifests.load(path)).job
         if found is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from seqpart.data.reader import Batch, Passing
+from seqpart.data.reader import Batch, BatchReader, Passing
 from seqpart.data.splits import Split, copy_rows
 from seqpart.device.device import Device
 from seqpart.device.pages import aligned_bytes
@@ -153,7 +153,7 @@ class FedRows:
         return _FedReader(self._x, self._labels, phase, self._device)
 
 
-class _FedReader:
+class _FedReader(BatchReader):
     """Reads micro-batches as views of one batch; on the CPU as copies, where kernels would round otherwise."""
 
     def __init__(self, x: torch.Tensor, labels: torch.Tensor, phase: Phase, device: Device) -> None:
@@ -166,9 +166,3 @@ class _FedReader:
         if self._device.shares_memory and x.data_ptr() % LINE:
             x = self._device.own(x)
         return Batch(m, span, x, self._labels[rows], 0)
-
-    def done(self, batch: Batch) -> None:
-        """Does nothing: the batch stays until the update is over."""
-
-    def close(self) -> None:
-        """Does nothing: the reader holds nothing."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from seqpart.capture.inputs import Form, as_tensor, described, form_of, nbytes_of, one_row, packed, some_rows, unpacked
-from seqpart.errors import DataError
+from seqpart.errors import DataError, first_line
 from seqpart.model.losses import LossFunction, LossName, loss_named
 
 _ROWS_AT_ONCE = 256
@@ -85,7 +85,7 @@ def as_labels(labels: Any, name: str) -> torch.Tensor:
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nor is it written to
             tensor = as_tensor(np.asarray(labels) if not isinstance(labels, torch.Tensor) else labels).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{name} labels: expected numbers of one shape for each row: {str(error).splitlines()[0]}") from None
+        raise DataError(f"{name} labels: expected numbers of one shape for each row: {first_line(error)}") from None
     if tensor.is_complex():
         raise DataError(f"{name} labels: expected whole numbers (classes) or floats; found {tensor.dtype}.")
     if not tensor.ndim or not prod(tensor.shape[1:]):

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from seqpart.config import Config
 from seqpart.data.padding import ITEM, Padding, Sizes, padded, padded_source, sizes_of, tokenizer_says
-from seqpart.data.source import RowTaker, Source, SourceReader, generators_kept, kept_type
-from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_pair, as_split, is_pair, split_of, spread, tested_on
-from seqpart.data.workers import Job, Part, empty, fill
+from seqpart.data.source import Job, Part, Source, SourceReader, generators_kept, kept_type
+from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_pair, as_split, is_pair, split_of, spread, targets_of
+from seqpart.data.test_sets import are_named
 from seqpart.errors import DataError, OptionError
 from seqpart.fields import values_of
 
@@ -67,7 +67,7 @@ def test_rows(
     run one after another reads rows with their labels.
     """
     if data is None or (isinstance(data, Split) and not data.count):
-        return tested_on(data, train)
+        return replace(train, name="test", count=0, labels=train.labels[:0], open=lambda: (), source=None)
     if not is_loader(data):
         data = padded(data, "test", padding)
     if train.source is None and not is_loader(data):
@@ -277,7 +277,7 @@ def _of_source(source: Source, settings: Config, *, whole: bool = False) -> Spli
         source = counted(source, None if steps is None else steps * (source.batch or max(values_of(settings.batch_size))))
         like, kept = _first(source, draws)
         classes = not like.labels.is_floating_point() and not like.label_form and like.labels.ndim == 1 and not source.goes_on
-        part = Part(source, RowTaker(like, kept))
+        part = Part(source, like, kept)
         labels = _labels_of(part, like, draws) if classes or whole else like.labels
     return replace(
         like, count=source.count, labels=labels, open=lambda: (rows for rows, _ in _passed(part, draws)), source=source,
@@ -347,38 +347,30 @@ def _refuse_batches(source: Source, like: Split) -> None:
 
 def _passed(part: Part, draws: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields (rows, labels) of all items in order."""
-    source, reader = part.source, SourceReader(part.source)
+    source, part = part.source, part.anew()
     step = source.batch if source.collate is not None else ROWS_AT_ONCE
     for batch, start in enumerate(range(0, source.count, step)):
         numbers = np.arange(start, min(start + step, source.count))
-        rows, labels = empty(part, len(numbers))
+        rows, labels = part.empty(len(numbers))
         with generators_kept():
-            fill(part, reader, Job(0, draws, batch, numbers), rows, labels)
+            part.fill(Job(0, draws, batch, numbers), rows, labels)
         yield rows, labels
 
 
 def _labels_of(part: Part, like: Split, draws: Any) -> torch.Tensor:
     """Returns the labels of all rows: the data set's `targets` if its items agree, else those of a pass over it."""
     source = part.source
-    targets = _targets(source.items)
-    if targets is not None and len(targets) == source.count and _agree(source, targets, like, draws):
+    targets = None if source.streams else targets_of(source.items)
+    if targets is not None and _agree(source, targets, like, draws):
         labels = as_split((np.zeros((source.count, 1), np.uint8), np.asarray(targets)), source.name).labels
         if labels.dtype == like.labels.dtype and labels.shape[1:] == like.labels.shape[1:]:
             return labels
     return torch.cat([labels for _, labels in _passed(part, draws)])
 
 
-def _targets(items: Any) -> Any:
-    if isinstance(items, Subset):
-        found = _targets(items.dataset)
-        return None if found is None else [found[index] for index in items.indices]
-    # A target_transform changes what items say and leaves `targets` as it was.
-    return None if getattr(items, "target_transform", None) is not None else getattr(items, "targets", None)
-
-
 def _agree(source: Source, targets: Sequence[Any], like: Split, draws: Any) -> bool:
     """True if some items, or the first batch of a collate_fn, have the labels that `targets` has."""
-    if source.streams or like.labels.ndim != 1 or like.labels.is_floating_point():
+    if like.labels.ndim != 1 or like.labels.is_floating_point():
         return False
     if source.collate is not None:
         return [int(label) for label in like.labels] == [int(target) for target in targets[: len(like.labels)]]
@@ -407,7 +399,8 @@ def for_data(padding: Padding | None, several: Sequence[Any]) -> Padding | None:
     """
     if padding is None:
         return None
-    several = [data for data in several if data is not None and not isinstance(data, Split)]
+    parts = [part for data in several for part in (data.values() if are_named(data) else [data])]
+    several = [part for part in parts if part is not None and not isinstance(part, Split)]
     for loader in (data for data in several if isinstance(data, DataLoader)):
         token, side = tokenizer_says(getattr(loader.collate_fn, "tokenizer", None))
         padding = padding.or_else(token, side)

@@ -1,6 +1,6 @@
 """Pads rows of several lengths to a number, or to the longest row of all data; rows and sources that are padded so."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from numbers import Real
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from seqpart.capture.inputs import as_tensor, is_several
+from seqpart.data.changed import ChangedItems, ChangedStream
 from seqpart.data.source import Source
 from seqpart.data.splits import Split, is_pair
 from seqpart.errors import DataError, OptionError
@@ -74,9 +75,9 @@ class Padding:
         """Returns a padded batch. where: names the batch in errors."""
         return self._padded(batch, BATCH, where)
 
-    def of_item(self, item: Any, where: str) -> Any:
-        """Returns one padded row."""
-        return self._padded(item, ITEM, where)
+    def for_items(self, name: str) -> Callable[[Any, int], Any]:
+        """Returns a function that pads one row of the data set `name`, given with its number."""
+        return lambda item, number: self._padded(item, ITEM, f"{name} data: item {number}")
 
     def or_else(self, token: int | None, side: Literal["left", "right"] | None) -> "Padding":
         """Returns this padding with `token` and `side` filled in if it has none."""
@@ -225,33 +226,6 @@ def _is_whole(found: Any, least: int = 0) -> bool:
     return isinstance(found, int) and not isinstance(found, bool) and found >= least
 
 
-class _Items:
-    """A padded data set or stream."""
-
-    def __init__(self, items: Any, padding: Padding, name: str) -> None:
-        self._items, self._padding, self._name = items, padding, name
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns the data set's own attribute: `targets`, `set_epoch` and any other."""
-        if name.startswith("_"):  # an object that is being copied has no _items yet
-            raise AttributeError(name)
-        return getattr(self._items, name)
-
-
-class _Numbered(_Items):
-    def __getitem__(self, index: int) -> Any:
-        return self._padding.of_item(self._items[index], f"{self._name} data: item {index}")
-
-
-class _Streamed(_Items):
-    def __iter__(self) -> Iterator[Any]:
-        for index, item in enumerate(self._items):
-            yield self._padding.of_item(item, f"{self._name} data: item {index}")
-
-
 def _collated(collate: Callable[[list[Any]], Any], padding: Padding, where: str, items: list[Any]) -> Any:
     """Pads what a collate_fn makes of items."""
     return padding.of_batch(collate(items), where)
@@ -268,7 +242,7 @@ def padded(data: Any, name: str, padding: Padding | None) -> Any:
         raise OptionError(f"padding: the rows of this {name} data have one length. Leave it out.")
     if is_pair(data):
         return padding.of_batch(data, f"{name} data")
-    return _Numbered(data, padding, name) if hasattr(data, "__getitem__") and hasattr(data, "__len__") else data
+    return ChangedItems(data, padding.for_items(name)) if hasattr(data, "__getitem__") and hasattr(data, "__len__") else data
 
 
 def padded_source(source: Source, padding: Padding | None) -> Source:
@@ -277,4 +251,5 @@ def padded_source(source: Source, padding: Padding | None) -> Source:
     source = replace(source, padded=repr(padding))
     if source.collate is not None:
         return replace(source, collate=partial(_collated, source.collate, padding, f"{source.name} data"))
-    return replace(source, items=(_Streamed if source.streams else _Numbered)(source.items, padding, source.name))
+    kind = ChangedStream if source.streams else ChangedItems
+    return replace(source, items=kind(source.items, padding.for_items(source.name)))

@@ -109,6 +109,20 @@ class Batch:
     slot: int
 
 
+class BatchReader:
+    """Batches of one phase in order."""
+
+    def take(self) -> Batch:
+        """Returns the next batch. The caller must call `done` for it."""
+        raise NotImplementedError
+
+    def done(self, batch: Batch) -> None:
+        """Frees `batch.x` for reuse once the work issued to the device so far is over."""
+
+    def close(self) -> None:
+        """Stops reading and frees the memory."""
+
+
 class ReaderThread:
     """The one thread that reads ahead. `close` stops it wherever it is, even if an interrupt lost its Reader."""
 
@@ -126,7 +140,7 @@ class ReaderThread:
         self._pool.shutdown()
 
 
-class Reader:
+class Reader(BatchReader):
     """Batches of one phase in order. One thread reads ahead; an error there is raised at the next `take`."""
 
     def __init__(
@@ -148,7 +162,6 @@ class Reader:
         self._work = thread.submit(self._read_ahead)
 
     def take(self) -> Batch:
-        """Returns the next batch, waiting for the reader. The caller must call `done` for it."""
         item = self._ready.get()
         if isinstance(item, BaseException):
             raise item
@@ -156,11 +169,10 @@ class Reader:
         return item
 
     def done(self, batch: Batch) -> None:
-        """Frees `batch.x`'s host memory for reuse once the work issued to the device so far is over."""
         self._free.put((batch.slot, self._device.mark()))
 
     def close(self) -> None:
-        """Stops reading and frees the buffers; returns when the thread no longer uses them."""
+        """Returns when the thread no longer uses the buffers."""
         self._closed.set()
         self._free.put(None)
         self._work.result()
@@ -229,8 +241,8 @@ class Reader:
                 places[first : first + some] = rows[order[first : first + some]]
 
 
-class MemoryReader:
-    """Batches of one phase in order, from rows in memory, so that nothing has to be read ahead."""
+class MemoryReader(BatchReader):
+    """Batches from rows in memory that the device shares, so that nothing has to be read ahead."""
 
     def __init__(self, rows: Rows, labels: torch.Tensor, phase: Phase, *, seed: int, first_update: int = 0) -> None:
         assert rows.in_memory is not None
@@ -248,19 +260,8 @@ class MemoryReader:
         torch.index_select(self._source, 0, order, out=x.view(len(order), -1).view(torch.uint8))
         return Batch(m, span, x, self._labels[order], 0)
 
-    def done(self, batch: Batch) -> None:
-        """Does nothing: the device shares this memory, and has finished with it."""
-
     def close(self) -> None:
         self._batch = self._batch[:0].clone()
-
-
-class BatchReader(Protocol):
-    """Batches of one phase in order."""
-
-    def take(self) -> Batch: ...
-    def done(self, batch: Batch) -> None: ...
-    def close(self) -> None: ...
 
 
 class Passing(Protocol):

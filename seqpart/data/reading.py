@@ -1,26 +1,25 @@
 """Reads rows that are not kept: anew in every pass, here or in worker processes, batch by batch in the pass's order."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from seqpart.data.reader import Batch
-from seqpart.data.source import PIECE_BYTES, PIECE_ROWS, SPLITS, RowTaker, Source, SourceReader, generators_kept
+from seqpart.data.reader import Batch, BatchReader
+from seqpart.data.source import PIECE_BYTES, PIECE_ROWS, SPLITS, Job, Part, Source, generators_kept
 from seqpart.data.splits import Split, copy_rows, first_rows
-from seqpart.data.workers import Job, Part, Worker, empty, fill, probed
+from seqpart.data.workers import Worker, probed
 from seqpart.device.device import Device, Event
 from seqpart.device.limit import WARM_UP_BYTES, margin_of
-from seqpart.device.usage import read_process, read_tree
-from seqpart.errors import DoesNotFit
+from seqpart.device.usage import held_by_tree, read_process
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.store.row_file import PassingLayout, RowLayout
 
-Made = TypeVar("Made")
 _NUMBER, _OF_SAMPLER = 8, 48
 """Bytes of a row's number, and the additional bytes while a sampler returns them as a list."""
 _PROBE = 8
@@ -37,9 +36,8 @@ class Reading:
         kept = {split.kept for split in (train, test)}
         # One type for both splits; and for a device behind a link the plan has no room for rows in two types.
         dtype = train.kept if len(kept) == 1 and train.kept is not None and device.shares_memory else train.dtype
-        self._parts = [Part(s.source, RowTaker(s, dtype)) for s in (train, test) if isinstance(s.source, Source)]
+        self._parts = [Part(s.source, s, dtype) for s in (train, test) if isinstance(s.source, Source)]
         self._row = RowLayout(train.shape, dtype, None if dtype == train.dtype else train.dtype)
-        self._readers = [SourceReader(part.source) for part in self._parts]
         self._work, self._asked = 0, 0
         self.first_row = cache(partial(_first_row, train))
         if self._parts:
@@ -62,10 +60,10 @@ class Reading:
         piece = min(PIECE_ROWS, PIECE_BYTES // self._row.nbytes + 1)
         probe = max(_PROBE, piece if source.collate is None else source.batch)
         with generators_kept():
-            self._work = probed(self._parts[0], self._readers[0], probe)[1]
+            self._work = probed(self._parts[0], probe)[1]
         for number in range(self._asked):
             another = read_process().held + self._work + probe * self._row.nbytes
-            if device.shares_memory and read_tree().held + another + WARM_UP_BYTES > limit - margin_of(limit):
+            if device.shares_memory and held_by_tree(os.getpid()) + another + WARM_UP_BYTES > limit - margin_of(limit):
                 self._say_fewer()
                 break
             self.workers.append(Worker(self._parts, number, probe, self.workers))
@@ -75,11 +73,11 @@ class Reading:
     def layout(self) -> RowLayout:
         if not self._parts:
             return self._row
-        unit = max(part.source.batch if part.source.collate is not None else 0 for part in self._parts)
-        source, taker = self._parts[0].source, self._parts[0].taker
+        unit = max(one.source.batch if one.source.collate is not None else 0 for one in self._parts)
+        part, source = self._parts[0], self._parts[0].source
         number = _NUMBER if source.sampler is None else _NUMBER + _OF_SAMPLER
         return PassingLayout(
-            self._row.shape, self._row.dtype, self._row.becomes, unit=unit, label_row=taker.label_nbytes, work=self._work,
+            self._row.shape, self._row.dtype, self._row.becomes, unit=unit, label_row=part.label_nbytes, work=self._work,
             order=0 if source.streams else max(source.rows, source.count) * number,
             processes=len(self.workers),
         )  # fmt: skip
@@ -92,7 +90,7 @@ class Reading:
     def fewer(self) -> int:
         """Ends half of the workers. Returns the bytes that they held; 0 if there were none."""
         ending = self.workers[len(self.workers) // 2 :]
-        freed = sum(read_tree(worker.pid).held for worker in ending)
+        freed = sum(held_by_tree(worker.pid) for worker in ending)
         for worker in ending:
             self.workers.remove(worker)
             worker.close()
@@ -109,14 +107,13 @@ class Reading:
             return None
         return PassingRows(self, SPLITS.index(split), self.layout, device)
 
-    def part(self, number: int) -> tuple[Part, SourceReader]:
-        """Returns a split's part, and its reader in this process."""
-        return self._parts[number], self._readers[number]
+    def part(self, number: int) -> Part:
+        return self._parts[number]
 
     @property
     def held(self) -> int:
         """Bytes that the workers hold now."""
-        return sum(read_tree(worker.pid).held for worker in self.workers)
+        return sum(held_by_tree(worker.pid) for worker in self.workers)
 
     def close(self) -> None:
         while self.workers:
@@ -129,24 +126,6 @@ def _first_row(split: Split) -> torch.Tensor:
     with generators_kept():
         copy_rows(first_rows(split, 1), found)
     return found
-
-
-class ReadsRows(Protocol):
-    """A planner's view of reading: the workers, and the bytes that the process tree holds before the plan."""
-
-    reading: Reading
-    runtime: int
-
-
-def with_fewer_workers(prepared: ReadsRows, plan: Callable[[], Made]) -> Made:
-    """Returns `plan()` with as many workers as fit in the limit. Raises DoesNotFit if nothing fits without workers."""
-    while True:
-        try:
-            return plan()
-        except DoesNotFit:
-            if not (freed := prepared.reading.fewer()):
-                raise
-            prepared.runtime -= freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +150,12 @@ class _Unit(NamedTuple):
     job: Job
 
 
-class PassingReader:
+class PassingReader(BatchReader):
     """Batches of one phase in order, each read when it is needed, or ahead by the workers."""
 
     def __init__(self, rows: PassingRows, phase: Phase, *, seed: int, first_update: int) -> None:
         self._phase, self._rows, self._device, self._skips = phase, rows, rows.device, phase.within.skips
-        self._part, self._reader = rows.reading.part(rows.number)
+        self._part = rows.reading.part(rows.number)
         self._workers, self._asked = list(rows.reading.workers), 0
         training = phase.kind is PhaseKind.TRAIN
         epoch = phase.epoch if training else -phase.view
@@ -185,11 +164,11 @@ class PassingReader:
             self._order = self._part.source.order(self._draws, shuffle=phase.shuffle)
         self._spans = phase.spans(first_update)
         self._units, self._ahead = self._all_units(first_update), list[_Unit]()
-        self._x, self._labels, self._first, self._stop = *empty(self._part, 0), 0, 0
+        self._x, self._labels, self._first, self._stop = *self._part.empty(0), 0, 0
         self._flat = self._device.host(0)
         self._used: Event = None
         for worker in self._workers:
-            worker.limit(rows.reading.beside(phase.micro_batch) // len(self._workers))
+            worker.ask(rows.reading.beside(phase.micro_batch) // len(self._workers))
             self._ask(worker)
 
     def take(self) -> Batch:
@@ -209,7 +188,6 @@ class PassingReader:
         return Batch(m, span, x, labels, 0)
 
     def done(self, batch: Batch) -> None:
-        """Frees `batch.x` for reuse once the work issued to the device so far is over."""
         self._used = self._device.mark()
 
     def close(self) -> None:
@@ -219,7 +197,7 @@ class PassingReader:
             with contextlib.suppress(Exception):  # a worker that has ended raises its error when its rows are needed
                 worker = self._workers[(self._asked - len(waiting) + place) % len(self._workers)]
                 worker.skip(self._nbytes(unit))
-        self._x, self._labels = empty(self._part, 0)
+        self._x, self._labels = self._part.empty(0)
         self._flat = self._device.host(0)
 
     def _all_units(self, first_update: int) -> Iterator[_Unit]:
@@ -244,7 +222,7 @@ class PassingReader:
             self._asked += 1
 
     def _nbytes(self, unit: _Unit) -> int:
-        return (unit.stop - unit.first) * (self._rows.layout.nbytes + self._part.taker.label_nbytes)
+        return (unit.stop - unit.first) * (self._rows.layout.nbytes + self._part.label_nbytes)
 
     def _fill(self, unit: _Unit) -> None:
         count, layout = unit.stop - unit.first, self._rows.layout
@@ -252,11 +230,11 @@ class PassingReader:
         if len(self._flat) < count * layout.nbytes:
             self._flat = self._device.host(count * layout.nbytes)
         self._x = self._flat[: count * layout.nbytes].view(layout.dtype).view(count, *layout.shape)
-        self._labels = empty(self._part, count)[1]
+        self._labels = self._part.empty(count)[1]
         self._first, self._stop = unit.first, unit.stop
         if not self._workers:
             with generators_kept(), self._device.heap.aside():
-                fill(self._part, self._reader, unit.job, self._x, self._labels)
+                self._part.fill(unit.job, self._x, self._labels)
             return
         worker = self._workers[(self._asked - len(self._ahead)) % len(self._workers)]
         self._ahead.pop(0)

@@ -15,7 +15,7 @@ from seqpart.data.reader import Ints
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, copy_rows, split_of, unreadable, x_and_y
 from seqpart.device.device import Device, keyed_seed
-from seqpart.errors import DataError, SeqpartError
+from seqpart.errors import DataError, SeqpartError, first_line
 from seqpart.model.loss_probe import generators_left_alone
 
 SPLITS = "train", "test"
@@ -137,11 +137,21 @@ def _asked(sampler: Any, draws: Draws) -> Iterator[int]:
     return (int(number) for number in sampler)
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A batch to be read: number `batch` of a pass over a split's part of that number, with the items `numbers`."""
+
+    part: int
+    draws: Draws
+    batch: int
+    numbers: Ints
+
+
 class SourceReader:
     """Reads rows of a source in this process."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self.source = source
         self._stream: Iterator[Any] = iter(())
         self._at: tuple[Draws, int] | None = None
         """In a stream: its current pass, and the number of the next item."""
@@ -153,7 +163,7 @@ class SourceReader:
 
         Seeds the process's generators. Raises DataError.
         """
-        source = self._source
+        source = self.source
         if source.collate is not None:
             items = [self.item(draws, number) for number in numbers]
             yield self._collated(draws, batch, items)
@@ -172,18 +182,18 @@ class SourceReader:
     def item(self, draws: Draws, number: int) -> Any:
         """Returns item `number` of the data set. Seeds the process's generators. Raises DataError."""
         try:
-            if self._source.streams:
+            if self.source.streams:
                 return self._next(draws, number)
             seed_generators(draws.seed_for("row", number))
-            return self._source.items[number]
+            return self.source.items[number]
         except Exception as error:
             if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
                 raise
-            raise unreadable(self._source.name, self._source.items, number, error) from error
+            raise unreadable(self.source.name, self.source.items, number, error) from error
 
     def _next(self, draws: Draws, number: int) -> Any:
         """Returns item `number` of a stream, which is read again from its beginning if it is past that item."""
-        source = self._source
+        source = self.source
         if self._at is None or self._at[0] != draws or self._at[1] > number:
             self._ended = 0
             self._begin(draws, 0)
@@ -210,16 +220,16 @@ class SourceReader:
     def _begin(self, draws: Draws, at: int) -> None:
         """Starts the stream from its beginning; its first item is row `at` of the pass."""
         seed_generators(draws.seed_for("order", self._ended))
-        if callable(begin := getattr(self._source.items, "set_epoch", None)):
+        if callable(begin := getattr(self.source.items, "set_epoch", None)):
             begin(draws.epoch + self._ended)
-        self._stream, self._at, self._begun = iter(self._source.items), (draws, at), at
+        self._stream, self._at, self._begun = iter(self.source.items), (draws, at), at
 
     def _collated(self, draws: Draws, batch: int, items: list[Any]) -> tuple[Any, Any]:
-        where = f"{self._source.name} data: batch {batch}"
+        where = f"{self.source.name} data: batch {batch}"
         seed_generators(draws.seed_for("batch", batch))
-        assert self._source.collate is not None
+        assert self.source.collate is not None
         try:
-            found = self._source.collate(items)
+            found = self.source.collate(items)
         except Exception as error:
             if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
                 raise
@@ -239,7 +249,7 @@ def stacked(rows: Sequence[tuple[Any, Any]], name: str) -> tuple[Any, Any]:
         return _together([x for x, _ in rows]), _together([y for _, y in rows])
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         raise DataError(
-            f"{name} data: rows differ, or are no numbers: {str(error).splitlines()[0]}. Bring them to one shape (crop or "
+            f"{name} data: rows differ, or are no numbers: {first_line(error)}. Bring them to one shape (crop or "
             f"resize them), as tensors. {PADS}"
         ) from None
 
@@ -262,24 +272,41 @@ def _nbytes(x: Any) -> int:
     return sum(int(getattr(part, "nbytes", 64)) for part in parts)
 
 
-class RowTaker:
-    """Copies (x, labels) of some rows into tensors, after checking that they have the first rows' shapes and types."""
+class Part(SourceReader):
+    """Reads rows of one split into tensors, after checking that they have the first rows' shapes and types."""
 
-    def __init__(self, like: Split, kept: torch.dtype) -> None:
+    def __init__(self, source: Source, like: Split, kept: torch.dtype) -> None:
         """like: some rows of the data. kept: the type in which rows are transferred."""
-        self._like, self.kept = like, kept
-        self.shape, self.label_shape, self.label_dtype = like.shape, tuple(like.labels.shape[1:]), like.labels.dtype
+        super().__init__(source)
+        self._like, self._kept = like, kept
+        self._label_shape, self._label_dtype = tuple(like.labels.shape[1:]), like.labels.dtype
+
+    def anew(self) -> "Part":
+        """Returns a part that has read nothing yet."""
+        return Part(self.source, self._like, self._kept)
 
     @property
     def label_nbytes(self) -> int:
         """Bytes of one row's labels."""
-        return int(np.prod(self.label_shape)) * self.label_dtype.itemsize
+        return int(np.prod(self._label_shape)) * self._label_dtype.itemsize
 
-    def take(self, x: Any, y: Any, rows: torch.Tensor, labels: torch.Tensor, where: str) -> int:
+    def empty(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns uninitialized memory for `count` rows and their labels."""
+        rows = torch.empty((count, *self._like.shape), dtype=self._kept)
+        return rows, torch.empty((count, *self._label_shape), dtype=self._label_dtype)
+
+    def fill(self, job: Job, rows: torch.Tensor, labels: torch.Tensor) -> None:
+        """Reads a batch into tensors of exactly that size. Seeds the process's generators. Raises DataError."""
+        at, some = 0, ", ".join(map(str, job.numbers[:4])) + (", ..." if len(job.numbers) > 4 else "")
+        for x, y in self.read(job.draws, job.batch, job.numbers.tolist()):
+            where = f"{self.source.name} data: rows {at} and on of a batch of the items {some}"
+            at += self._take(x, y, rows[at:], labels[at:], where)
+
+    def _take(self, x: Any, y: Any, rows: torch.Tensor, labels: torch.Tensor, where: str) -> int:
         """Copies rows to the beginning of `rows`, (n, *shape), and `labels`; returns how many. Raises DataError."""
-        like = self._like
+        like, expected_labels = self._like, self._label_shape
         split = in_type_of(like, split_of(x, y, like.name))
-        for what, found, expected in (("rows", split.shape, like.shape), ("labels", split.labels.shape[1:], self.label_shape)):
+        for what, found, expected in (("rows", split.shape, like.shape), ("labels", split.labels.shape[1:], expected_labels)):
             if tuple(found) != expected:
                 several = what == "rows" and bool(like.form)
                 shapes = [described(one.form) if several else str(tuple(one.shape)) for one in (like, split)]
@@ -290,9 +317,9 @@ class RowTaker:
                 )
         if split.form != like.form or split.dtype != like.dtype:
             raise DataError(f"{where}: expected rows of type {like.dtype}, as the first ones have; found {split.dtype}.")
-        if split.labels.is_floating_point() != self.label_dtype.is_floating_point:
+        if split.labels.is_floating_point() != self._label_dtype.is_floating_point:
             raise DataError(
-                f"{where}: expected labels of type {self.label_dtype}, as the first have; found {split.labels.dtype}."
+                f"{where}: expected labels of type {self._label_dtype}, as the first have; found {split.labels.dtype}."
             )
         count = copy_rows(split, rows)
         labels[:count].copy_(split.labels)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from seqpart.capture.inputs import (
     PADS,
@@ -30,7 +30,7 @@ from seqpart.capture.inputs import (
     some_rows,
 )
 from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
-from seqpart.errors import DataError
+from seqpart.errors import DataError, refusing
 from seqpart.model.losses import label_dtype
 
 
@@ -274,13 +274,6 @@ def _with_rows(split: Split, name: str) -> Split:
     return split
 
 
-def tested_on(data: object, train: Split) -> Split:
-    """Returns `data` as the test rows of a run that trains on `train`; without rows if it is None or an empty Split."""
-    if data is None or (isinstance(data, Split) and not data.count):
-        return replace(train, name="test", count=0, labels=train.labels[:0], open=lambda: (), source=None)
-    return as_split(data, "test")
-
-
 def _known_dtype(split: Split) -> Split:
     dtype = split.dtype
     if split.form or dtype in (*QUANTITIES, TOKENS):
@@ -310,33 +303,26 @@ def _refuse_no_numbers(x: Any, where: str) -> None:
         raise DataError(f"{where}: expected x to be numbers; found an array of type {x.dtype}.")
 
 
-def _length(items: Any, name: str) -> int:
-    """Returns len(items). Raises DataError if the user's __len__ fails."""
-    try:
-        return len(items)
-    except Exception as error:
-        raise DataError(
-            f"{name} data: len() of the {type(items).__name__} failed: {type(error).__name__}: {error}. "
-            "Let its __len__ return the number of its rows."
-        ) from error
-
-
 def _from_items(items: Any, name: str) -> Split:
-    if not _length(items, name):
+    with refusing(
+        lambda error: DataError(
+            f"{name} data: len() of the {type(items).__name__} failed: {type(error).__name__}: {error}. Let its __len__ return "
+            "the number of its rows."
+        )
+    ):
+        count = len(items)
+    if not count:
         raise DataError(f"{name} data: the set is empty. Give at least one row.")
-    several, dtype = _kind(items, name)
-    first = _item(items, 0, name, several)[0]
-    targets: Any = getattr(items, "targets", None)
-    # A target_transform changes the items' labels and leaves `targets` as it was.
-    unlike = (
-        bool(several) or targets is None or len(targets) != len(items) or getattr(items, "target_transform", None) is not None
-    )
-    if _other_labels(items, name, None if unlike else targets, several) or unlike:
-        targets = [_item(items, i, name, several)[1] for i in range(len(items))]
+    x, _ = _item(items, 0, name)
+    several = form_of(x, f"{name} data: item 0", whole=False) if is_several(x) else ()
+    dtype = torch.uint8 if several else _dtype_of(x)
+    first, targets = _row(items, 0, name, several)[0], targets_of(items)
+    if _other_labels(items, name, targets, several):
+        targets = [_item(items, i, name)[1] for i in range(count)]
 
     def passes() -> Iterator[torch.Tensor]:
-        for start in range(0, len(items), ROWS_AT_ONCE):
-            rows = [_item(items, i, name, several)[0] for i in range(start, min(start + ROWS_AT_ONCE, len(items)))]
+        for start in range(0, count, ROWS_AT_ONCE):
+            rows = [_row(items, i, name, several)[0] for i in range(start, min(start + ROWS_AT_ONCE, count))]
             odd = next((i for i, row in enumerate(rows) if row.shape != first.shape), None)
             if odd is not None:
                 raise DataError(
@@ -347,8 +333,8 @@ def _from_items(items: Any, name: str) -> Split:
 
     labels, label_form = labels_of_items(targets, name)
     return Split(
-        name=name, count=len(items), shape=tuple(first.shape), labels=labels, open=passes, dtype=dtype, form=several,
-        label_form=label_form, some=lambda: (_item(items, i, name, several)[0][None] for i in spread(len(items), READ_TWICE)),
+        name=name, count=count, shape=tuple(first.shape), labels=labels, open=passes, dtype=dtype, form=several,
+        label_form=label_form, some=lambda: (_row(items, i, name, several)[0][None] for i in spread(count, READ_TWICE)),
     )  # fmt: skip
 
 
@@ -357,24 +343,24 @@ def spread(count: int, most: int) -> list[int]:
     return sorted({int(i) for i in np.linspace(0, count - 1, most)})
 
 
-def _kind(items: Any, name: str) -> tuple[Form, torch.dtype]:
-    """Returns (form of the first item's inputs if it has several, type of rows). An invalid item raises later."""
-    try:
-        x, _ = x_and_y(items[0], name)
-    except Exception:
-        return (), torch.float32
-    return (form_of(x, f"{name} data: item 0", whole=False), torch.uint8) if is_several(x) else ((), _dtype_of(x))
+def targets_of(items: Any) -> Any:
+    """Returns the data set's own list of its labels; None if it has none, or if a transform makes others of them."""
+    if isinstance(items, Subset):
+        found = targets_of(items.dataset)
+        return None if found is None else [found[index] for index in items.indices]
+    found = getattr(items, "targets", None) if getattr(items, "target_transform", None) is None else None
+    return found if found is not None and len(found) == len(items) else None
 
 
 def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
     """True if some items have other labels than `targets`. Raises DataError if an item changes between two reads."""
     chosen = spread(len(items), READ_TWICE)
-    read = {i: _item(items, i, name, form) for i in chosen}
+    read = {i: _row(items, i, name, form) for i in chosen}
     first = {i: _digest(row, label) for i, (row, label) in read.items()}
     labels = {i: plain(label) for i, (_, label) in read.items()}
     del read
     for i in chosen:
-        if _digest(*_item(items, i, name, form)) != first[i]:
+        if _digest(*_row(items, i, name, form)) != first[i]:
             raise UnstableRows(
                 f"{name} data: item {i} is another one when it is read again: does the data set change items at random "
                 "(augmentation)? Rows are read once and kept, so every epoch would see the same draw. Give the data set "
@@ -401,20 +387,16 @@ def unreadable(name: str, items: Any, index: int, error: Exception) -> DataError
     return DataError(f"{name} data: item {index}{file} cannot be read: {type(error).__name__}: {error}.")
 
 
-def _item(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, Any]:
-    try:
-        item = items[index]
-    except DataError:
-        raise
-    except Exception as error:
-        raise unreadable(name, items, index, error) from error
-    try:
-        x, y = x_and_y(item, f"{name} data: item {index}")
-        return (packed(one_row(x), form, f"{name} data: item {index}")[0] if form else as_tensor(x)), y
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{name} data: item {index}: expected a pair (x, label) of numbers: {error}.") from error
+def _item(items: Any, index: int, name: str) -> tuple[Any, Any]:
+    with refusing(lambda error: unreadable(name, items, index, error)):
+        return x_and_y(items[index], f"{name} data: item {index}")
+
+
+def _row(items: Any, index: int, name: str, form: Form) -> tuple[torch.Tensor, Any]:
+    x, y = _item(items, index, name)
+    where = f"{name} data: item {index}"
+    with refusing(lambda error: DataError(f"{where}: expected a pair (x, label) of numbers: {error}.")):
+        return (packed(one_row(x), form, where)[0] if form else as_tensor(x)), y
 
 
 def form_of_rows(split: Split) -> str:
@@ -427,7 +409,6 @@ def form_of_labels(split: Split) -> str:
 
 
 def _in_words(form: Form, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Describes one row."""
     if form:
         return f"a {'tuple' if form[0].name is None else 'dict'} of {described(form)}"
     return f"{shape or 'a number'} {str(dtype).removeprefix('torch.')}"

@@ -23,9 +23,11 @@ def are_named(data: object) -> TypeGuard[Mapping[str, object]]:
     )
 
 
-def together(data: Mapping[str, object], read: Callable[[object], Split], name: str, *, keeps: bool = False) -> Split:
-    """Returns the rows of all sets as one split. read: makes a split of one. keeps: rows may be kept that would be read anew.
-    Raises DataError for unlike sets."""
+def together(data: object, read: Callable[[Any], Split], name: str, *, keeps: bool = False) -> Split:
+    """Returns the rows of a set, or of several by name, as one split. read: makes a split of one. keeps: rows may be kept that
+    would be read anew. Raises DataError for unlike sets."""
+    if not are_named(data):
+        return read(data)
     found = {}
     if empty := [own for own, part in data.items() if part is None or not own]:
         raise DataError(

@@ -5,7 +5,7 @@ Below this module every row has a label: a zero, which no loss gets.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,20 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from seqpart.capture.inputs import is_several
+from seqpart.data.changed import ChangedItems, ChangedStream
 from seqpart.data.source import generators_kept
 from seqpart.data.splits import Split, is_pair
+from seqpart.data.test_sets import are_named
 
 
-def with_zeros(data: Any) -> tuple[Any, bool]:
-    """Returns data with a 0 as the label of each row, and true; or data that have labels as they are, and false."""
+def with_zeros(data: Any, labelled: bool = False) -> tuple[Any, bool]:
+    """Returns data, or several sets by name, with a 0 as the label of each row, and true; data that have labels, or are to have
+    them (`labelled`), as they are, and false."""
+    if labelled:
+        return data, False
+    if are_named(data):
+        found = {name: with_zeros(part) for name, part in data.items()}
+        return {name: part for name, (part, _) in found.items()}, any(bare for _, bare in found.values())
     if isinstance(data, tuple) and _is_alone(data) and is_several(data[0]) and not isinstance(data[0], Mapping):
         return (data[0], np.zeros(len(data[0][0]), np.int64)), True
     if not _is_bare(data):
@@ -55,8 +63,10 @@ def _has_places(items: object) -> bool:
     return hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
 
 
-def _with_labels(items: Any) -> "_Items | _Stream":
-    return _Items(items) if _has_places(items) else _Stream(items)
+def _with_labels(items: Any) -> ChangedItems:
+    """Returns a data set or a stream with a 0 for each item."""
+    kind = ChangedItems if _has_places(items) else ChangedStream
+    return kind(items, lambda item, _: (out_of_one(item), 0))
 
 
 def out_of_one(batch: Any) -> Any:
@@ -78,33 +88,6 @@ def _first_item(items: Any, collate: Callable[[list[Any]], Any]) -> Any:
             return item if collate is default_collate else collate([item])
     except Exception:  # it is read again, and its error raised, where its rows are
         return None
-
-
-def _with_zero(item: Any) -> tuple[Any, int]:
-    return out_of_one(item), 0
-
-
-class _Items:
-    """A data set without labels, with a 0 for each item."""
-
-    def __init__(self, items: Any) -> None:
-        self._items = items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return _with_zero(self._items[index])
-
-
-class _Stream(IterableDataset[Any]):
-    """A stream without labels, with a 0 for each item."""
-
-    def __init__(self, items: Any) -> None:
-        self._items = items
-
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
-        return map(_with_zero, self._items)
 
 
 def _collated(collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:

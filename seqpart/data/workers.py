@@ -14,19 +14,17 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from seqpart.data.reader import Ints
-from seqpart.data.source import Draws, RowTaker, Source, SourceReader
+from seqpart.data.source import Job, Part
 from seqpart.device.device import Device
 from seqpart.device.pages import bytes_of
-from seqpart.device.process_limits import set_mark_back
-from seqpart.device.usage import highest, read_process
+from seqpart.device.process_limits import highest, set_mark_back
+from seqpart.device.usage import read_process
 from seqpart.errors import DataError, OutOfMemory, SeqpartError
 from seqpart.files import write_all
 from seqpart.units import format_size
@@ -35,24 +33,6 @@ _DIES_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 RESERVED = 24 << 20
 """Bytes that RLIMIT_DATA charges to a worker beyond what was measured and planned: reservations that are never touched."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The source of one split's rows, and the function that reads them."""
-
-    source: Source
-    taker: RowTaker
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A batch to be read: number `batch` of a pass, with the items `numbers`."""
-
-    part: int
-    draws: Draws
-    batch: int
-    numbers: Ints
 
 
 class Worker:
@@ -82,11 +62,8 @@ class Worker:
             self.close()
             raise
 
-    def limit(self, nbytes: int) -> None:
-        """Sets the bytes that the worker may hold beyond its idle memory."""
-        self.ask(nbytes)
-
-    def ask(self, job: "Job | int") -> None:
+    def ask(self, job: Job | int) -> None:
+        """Asks for a batch, or sets the bytes that the worker may hold beyond its idle memory."""
         try:
             self.jobs.send(job)
         except BrokenPipeError:
@@ -160,11 +137,11 @@ def _live(
 
 
 def _serve(parts: Sequence[Part], number: int, probe: int, jobs: "Connection[Any, Any]", back: "Connection[Any, Any]") -> None:
-    readers = [SourceReader(part.source) for part in parts]
+    parts = [part.anew() for part in parts]
     try:
         if parts[0].source.begin_worker is not None:
             parts[0].source.begin_worker(number)
-        back.send(probed(parts[0], readers[0], probe))
+        back.send(probed(parts[0], probe))
     except BaseException as error:
         back.send(_as_error(error))
         return
@@ -175,8 +152,8 @@ def _serve(parts: Sequence[Part], number: int, probe: int, jobs: "Connection[Any
             resource.setrlimit(resource.RLIMIT_DATA, (read_process().data + job + RESERVED, hard))
             continue
         try:
-            rows, labels = empty(parts[job.part], len(job.numbers))
-            fill(parts[job.part], readers[job.part], job, rows, labels)
+            rows, labels = parts[job.part].empty(len(job.numbers))
+            parts[job.part].fill(job, rows, labels)
         except BaseException as error:
             back.send(_as_error(error))
             continue
@@ -197,40 +174,17 @@ def _as_error(error: BaseException) -> SeqpartError:
     return DataError(error.with_flags if isinstance(error, SeqpartError) else f"{type(error).__name__}: {error}")
 
 
-# --- in whichever process reads ---------------------------------------------------------------------------------------
-
-
-def empty(part: Part, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns uninitialized memory for `count` rows and their labels."""
-    taker = part.taker
-    rows = torch.empty((count, *taker.shape), dtype=taker.kept)
-    return rows, torch.empty((count, *taker.label_shape), dtype=taker.label_dtype)
-
-
-def fill(part: Part, reader: SourceReader, job: Job, rows: torch.Tensor, labels: torch.Tensor) -> None:
-    """Reads a batch into tensors of exactly that size. Seeds the process's generators. Raises DataError."""
-    at = 0
-    for x, y in reader.read(job.draws, job.batch, job.numbers.tolist()):
-        where = f"{part.source.name} data: rows {at} and on of a batch of the items {_listed(job.numbers)}"
-        at += part.taker.take(x, y, rows[at:], labels[at:], where)
-
-
-def _listed(numbers: Ints) -> str:
-    some = ", ".join(map(str, numbers[:4]))
-    return some if len(numbers) <= 4 else f"{some}, ..."
-
-
-def probed(part: Part, reader: SourceReader, items: int) -> tuple[int, int]:
+def probed(part: Part, items: int) -> tuple[int, int]:
     """Reads some items. Returns (bytes that this process holds, most bytes beyond that and the rows while it read)."""
     source, count = part.source, min(items, part.source.count)
     step = 1 if source.streams or source.collate is not None else max(1, source.count // count)
-    rows, labels = empty(part, count)
+    rows, labels = part.empty(count)
     rows.view(-1).view(torch.uint8)[:] = 0
     job = Job(0, source.draws(0, "train", 0, 0), 0, np.arange(count) * step)
-    fill(part, reader, job, rows, labels)  # the first read loads what stays in memory
+    part.fill(job, rows, labels)  # the first read loads what stays in memory
     works = set_mark_back()
     before = read_process().held
-    fill(part, reader, job, rows, labels)
+    part.fill(job, rows, labels)
     work = highest() - before if works else _UNSEEN
     del rows, labels
     return read_process().held, max(0, work)

@@ -17,24 +17,22 @@ _SMALL = 1 << 20
 _SMALL_SEGMENT, _MEDIUM, _MEDIUM_SEGMENT = 2 << 20, 10 << 20, 20 << 20
 
 
-@dataclass(slots=True)
-class _Block:
-    segment: int
+@dataclass(slots=True, eq=False)
+class Block:
     size: int
     small: bool
+    segment: "list[Block]"
+    """All blocks of its segment, in order of address."""
     free: bool = True
 
 
 class CachingAllocator:
-    """Allocates blocks, identified by number. capacity: bytes of the device that segments may take."""
+    """capacity: bytes of the device that segments may take."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = self._cap = capacity
         self.reserved = self.allocated = self.reserved_peak = self.allocated_peak = 0
-        self._segments: dict[int, list[int]] = {}
-        """{segment: numbers of its blocks, in order of address}."""
-        self._blocks: dict[int, _Block] = {}
-        self._next = 0
+        self._segments: list[list[Block]] = []
 
     def cap(self, nbytes: int | None) -> None:
         """Limits segments to `nbytes` from now on; None: the whole capacity."""
@@ -43,50 +41,41 @@ class CachingAllocator:
     def restart_peaks(self) -> None:
         self.reserved_peak, self.allocated_peak = self.reserved, self.allocated
 
-    def take(self, nbytes: int) -> int:
-        """Allocates a block of `nbytes` and returns its number. Raises torch.OutOfMemoryError where the device has no more."""
+    def take(self, nbytes: int) -> Block:
+        """Allocates a block of `nbytes`. Raises torch.OutOfMemoryError where the device has no more."""
         size = -(-max(nbytes, 1) // GRANULE) * GRANULE
         small = size <= _SMALL
-        found = self._fitting(size, small)
-        if found is None:
-            found = self._reserve(size, small)
-        block = self._blocks[found]
-        block.free = False
-        left = block.size - size
+        blocks = (block for segment in self._segments for block in segment)
+        fitting = (block for block in blocks if block.free and block.small is small and block.size >= size)
+        found = min(fitting, key=lambda block: block.size, default=None) or self._reserve(size, small)
+        found.free = False
+        left = found.size - size
         if left >= (GRANULE if small else _SMALL + 1):
-            self._split(found, block, size)
-        self.allocated += block.size
+            found.segment.insert(found.segment.index(found) + 1, Block(left, small, found.segment))
+            found.size = size
+        self.allocated += found.size
         self.allocated_peak = max(self.allocated_peak, self.allocated)
         return found
 
-    def give(self, number: int) -> None:
+    def give(self, block: Block) -> None:
         """Frees the block; the allocator keeps its memory."""
-        block = self._blocks[number]
         block.free = True
         self.allocated -= block.size
-        order = self._segments[block.segment]
-        at = order.index(number)
+        segment = block.segment
+        at = segment.index(block)
         for other in (at + 1, at - 1):  # the one after first: then the place of the one before is still right
-            if 0 <= other < len(order) and self._blocks[order[other]].free:
+            if 0 <= other < len(segment) and segment[other].free:
                 at = min(at, other)
-                self._blocks[order[at]].size += self._blocks.pop(order.pop(at + 1)).size
+                segment[at].size += segment.pop(at + 1).size
 
     def release_cached(self) -> None:
         """Returns free segments to the device."""
-        for segment, order in list(self._segments.items()):
-            if len(order) == 1 and self._blocks[order[0]].free:
-                self.reserved -= self._blocks.pop(order[0]).size
-                del self._segments[segment]
+        for segment in [one for one in self._segments if len(one) == 1 and one[0].free]:
+            self.reserved -= segment[0].size
+            self._segments.remove(segment)
 
-    def _fitting(self, size: int, small: bool) -> int | None:
-        fitting = [
-            (block.size, number)
-            for number, block in self._blocks.items()
-            if block.free and block.small is small and block.size >= size
-        ]
-        return min(fitting)[1] if fitting else None
-
-    def _reserve(self, size: int, small: bool) -> int:
+    def _reserve(self, size: int, small: bool) -> Block:
+        """Takes a segment, which is one free block, from the device."""
         if small:
             want = _SMALL_SEGMENT
         elif size < _MEDIUM:
@@ -102,17 +91,7 @@ class CachingAllocator:
             )
         self.reserved += want
         self.reserved_peak = max(self.reserved_peak, self.reserved)
-        number = self._new(_Block(self._next, want, small))
-        self._segments[self._blocks[number].segment] = [number]
-        return number
-
-    def _new(self, block: _Block) -> int:
-        number, self._next = self._next, self._next + 1
-        self._blocks[number] = block
-        return number
-
-    def _split(self, number: int, block: _Block, size: int) -> None:
-        rest = self._new(_Block(block.segment, block.size - size, block.small))
-        block.size = size
-        order = self._segments[block.segment]
-        order.insert(order.index(number) + 1, rest)
+        segment = list[Block]()
+        segment.append(Block(want, small, segment))
+        self._segments.append(segment)
+        return segment[0]

@@ -5,18 +5,16 @@ too much: a table has what programs reach, and says for every number where it co
 table is a file of the same form: seqpart/device/cards/rtx3060-12gb.toml is one to start from.
 """
 
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from seqpart.errors import OptionError
-from seqpart.text import read_text, refuse_unusable, short
+from seqpart.text import read_table, short
 from seqpart.units import format_size, parse_size
 
-_SUFFIX = ".toml"
+_CARDS, _SUFFIX = Path(__file__).with_name("cards"), ".toml"
 _ADAM_BYTES = 28
 """Bytes moved per parameter by a fused float32 Adam: weight, gradient and two moments read, all but the gradient written, 4
 bytes each."""
@@ -72,50 +70,26 @@ _RATES = ("memory_bandwidth", "h2d", "d2h", "disk_read", "disk_write")
 _TIMES = ("copy_latency", "launch")
 _LEAST_RATE, _MOST_RATE = 1e6, 1e21
 """Bounds of rates per second, which catch 25 written for 25e9; every link and card is inside."""
-_LONGEST = 1.0
+_LONGEST, _SECONDS = 1.0, "seconds, above 0 and up to 1, such as 5e-6"
 """Most seconds of a launch or a copy's latency, which catches 5 written for 5e-6."""
 
 
 def names() -> tuple[str, ...]:
     """Names of the cards whose tables come with seqpart."""
-    found = (file.name for file in (resources.files("seqpart.device") / "cards").iterdir())
-    return tuple(sorted(name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX)))
+    return tuple(sorted(path.stem for path in _CARDS.glob(f"*{_SUFFIX}")))
 
 
 def load(name_or_path: str) -> Hardware:
     """Loads a card of `names()`, or a .toml file of that form. Raises OptionError for anything else."""
     known = names()
-    if name_or_path in known:
-        text = (resources.files("seqpart.device") / "cards" / f"{name_or_path}{_SUFFIX}").read_text(encoding="utf-8")
-    elif name_or_path.endswith(_SUFFIX):
-        text = _text_of(Path(name_or_path))
-    else:
+    path = _CARDS / f"{name_or_path}{_SUFFIX}" if name_or_path in known else Path(name_or_path)
+    if name_or_path not in known and not name_or_path.endswith(_SUFFIX):
         raise OptionError(
             f"--device: expected after sim: one of {', '.join(known)}, or the path of a {_SUFFIX} file of that form; "
             f"found {short(name_or_path)}."
         )
-    return _hardware(_parsed(text, name_or_path), f"--device: {name_or_path}")
-
-
-def _text_of(path: Path) -> str:
-    refuse_unusable("--device", path)
-    try:
-        return read_text(path)
-    except OSError as error:
-        raise OptionError(
-            f"--device: cannot read {path}: {error.strerror}. The cards that need no file are {', '.join(names())}."
-        ) from None
-    except ValueError:  # UnicodeDecodeError is one
-        raise OptionError(f"--device: {path} is not TOML: it is no text in UTF-8.") from None
-
-
-def _parsed(text: str, path: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except ValueError as error:  # TOMLDecodeError is one; so is what int says to a number of too many digits
-        raise OptionError(f"--device: {path} is not TOML: {error}.") from None
-    except RecursionError:
-        raise OptionError(f"--device: {path} is not TOML that we can read: it is nested too deeply.") from None
+    table = read_table("--device", path, cure=f" The cards that need no file are {', '.join(known)}.")
+    return _hardware(table, f"--device: {name_or_path}")
 
 
 def _hardware(table: dict[str, Any], where: str) -> Hardware:
@@ -132,7 +106,7 @@ def _hardware(table: dict[str, Any], where: str) -> Hardware:
         flops={"tf32": rates["bfloat16"] / 2, **rates},
         sources={name: _words(text, f"{where}: sources.{name}") for name, text in sources.items()},
         **{name: _rate(table[name], f"{where}: {name}", "bytes") for name in (*_RATES, "host_bandwidth") if name in table},
-        **{name: _seconds(table[name], f"{where}: {name}") for name in _TIMES},
+        **{name: _number(table[name], f"{where}: {name}", _SECONDS, most=_LONGEST) for name in _TIMES},
     )
     if found.context >= found.memory:
         memory, context = format_size(found.memory), format_size(found.context)
@@ -152,45 +126,36 @@ def _refuse_other_keys(table: Collection[str], where: str, *, needed: Collection
 def _table_of(table: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     found = table.get(name, {})
     if not isinstance(found, dict):
-        raise OptionError(f"{where}: {name}: expected a table, [{name}]; found {_shown(found)}.")
+        raise _unlike(found, f"{where}: {name}", f"a table, [{name}]")
     return found
 
 
 def _words(value: object, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise OptionError(f"{where}: expected a text in quotes; found {_shown(value)}.")
+        raise _unlike(value, where, "a text in quotes")
     return value
 
 
 def _size(value: object, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise OptionError(f'{where}: expected a size in quotes such as "12GB" or "300MiB", or bytes; found {_shown(value)}.')
+        raise _unlike(value, where, 'a size in quotes such as "12GB" or "300MiB", or bytes')
     return parse_size(value, name=where)
 
 
 def _rate(value: object, where: str, what: str) -> float:
-    number = _number(value, _LEAST_RATE, _MOST_RATE)
-    if number is None:
-        raise OptionError(f"{where}: expected {what} per second, from 1e6 to 1e21, such as 25e9; found {_shown(value)}.")
-    return number
+    return _number(value, where, f"{what} per second, from 1e6 to 1e21, such as 25e9", least=_LEAST_RATE, most=_MOST_RATE)
 
 
-def _seconds(value: object, where: str) -> float:
-    number = _number(value, 0.0, _LONGEST)
-    if number is None:
-        raise OptionError(f"{where}: expected seconds, above 0 and up to {_LONGEST:g}, such as 5e-6; found {_shown(value)}.")
-    return number
+def _number(value: object, where: str, expected: str, *, least: float = 0.0, most: float) -> float:
+    """Returns `value` as a float above zero, from `least` to `most`. Raises OptionError for anything else, nan included."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and least <= value <= most):
+        raise _unlike(value, where, expected)
+    return float(value)
 
 
-def _number(value: object, least: float, most: float) -> float | None:
-    """`value` as a float above zero, from `least` to `most`; None for anything else, nan included."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if value > 0 and least <= value <= most else None
-
-
-def _shown(value: object) -> str:
+def _unlike(value: object, where: str, expected: str) -> OptionError:
     try:
-        return short(value)
+        found = short(value)
     except ValueError:  # hexadecimal numbers may have more digits than Python prints
-        return "a number of thousands of digits"
+        found = "a number of thousands of digits"
+    return OptionError(f"{where}: expected {expected}; found {found}.")

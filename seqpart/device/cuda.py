@@ -119,8 +119,9 @@ class CudaDevice(Accelerator):
     def allocated_peak(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.torch))
 
-    def restart_peaks(self) -> None:
+    def restart_peaks(self) -> bool:
         torch.cuda.reset_peak_memory_stats(self.torch)
+        return True
 
     def cap(self, nbytes: int | None) -> None:
         share = self._share if nbytes is None else min(self._share, nbytes / self.total_memory())

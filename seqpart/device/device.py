@@ -21,7 +21,7 @@ from seqpart.device.card import Hardware
 from seqpart.device.gpu_tables import release_gpu_tables
 from seqpart.device.heap import RETURNED_FROM, Heap
 from seqpart.device.pages import aligned
-from seqpart.device.process_limits import files_and_threads, in_run, room, room_left
+from seqpart.device.process_limits import files_and_threads, held, highest, in_run, room, room_left, set_mark_back, status_of
 
 _ALLOCATION_FAILED = (
     "DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "Cannot allocate memory", "can't start new thread",
@@ -202,22 +202,25 @@ class Device:
         """Returns memory that the allocator caches to the system."""
         self.heap.trim()
 
-    # --- its own memory, where that is not the process's -----------------------------------------------------------
+    # --- its memory in use: on the CPU what the process holds, elsewhere what the framework's allocator does ----------
 
     def reserved(self) -> int:
         """Bytes of the device that the framework's allocator has reserved."""
         return 0
 
     def allocated(self) -> int:
-        """Bytes of tensors on the device."""
-        return 0
+        """Bytes held now, of the device by tensors."""
+        return held(status_of())
 
     def allocated_peak(self) -> int:
-        """Most bytes of tensors since `restart_peaks`."""
-        return 0
+        """Most bytes held since `restart_peaks`, however briefly."""
+        return highest()
 
-    def restart_peaks(self) -> None:
-        """Restarts `allocated_peak` and `allocator_peak`."""
+    def restart_peaks(self) -> bool:
+        """Restarts `allocated_peak` and `allocator_peak`; on the CPU `ru_maxrss` forgets earlier peaks, too.
+
+        Returns False where they are not known: /proc is read-only, or a simulated device has no kernels."""
+        return set_mark_back()
 
     def cap(self, nbytes: int | None) -> None:
         """Limits the allocator to `nbytes`; None: all of the device."""

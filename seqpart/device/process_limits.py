@@ -29,7 +29,7 @@ def limited_sizes() -> list[str]:
 def room() -> int:
     """Bytes that ulimit -v and ulimit -d let this process hold, what it holds now among them; 1 << 62 without these."""
     text = status_of()
-    return min(1 << 62, room_left() + figure(text, b"RssAnon:") + figure(text, b"RssShmem:"))
+    return min(1 << 62, room_left() + held(text))
 
 
 def room_left() -> int:
@@ -49,6 +49,18 @@ def figure(text: bytes, name: bytes) -> int:
     at = text.find(name)
     begin = at + len(name)
     return int(text[begin : text.index(b"k", begin)]) * 1024 if at >= 0 else 0
+
+
+def held(text: bytes) -> int:
+    """Bytes that only the process of that status holds."""
+    return figure(text, b"RssAnon:") + figure(text, b"RssShmem:")
+
+
+def highest() -> int:
+    """Most bytes that this process held since the kernel's mark was reset, or since it began."""
+    text = status_of()
+    # The mark counts file pages too, which grow only where code runs for the first time.
+    return max(held(text), figure(text, b"VmHWM:") - figure(text, b"RssFile:"))
 
 
 def set_mark_back() -> bool:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from seqpart.device.device import Device
-from seqpart.errors import OptionError, OtherRank, SeqpartError
+from seqpart.errors import OptionError, OtherRank, SeqpartError, first_line
 
 T = TypeVar("T")
 CHUNK, _LEAST_PART = 4 << 20, 64 << 10
@@ -266,7 +266,7 @@ class Group(Ranks):
         except (RuntimeError, ValueError) as error:
             if self._device.is_out_of_memory(error):
                 raise
-            reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]  # gloo begins with a place in its source
+            reason = first_line(error).rpartition("] ")[2].partition(". ")[0]  # gloo begins with a place in its source
             raise OtherRank(
                 f"rank {self.number} cannot exchange with the others any more. One has most likely ended, and its own message "
                 f"says why. torch.distributed says: {reason}."

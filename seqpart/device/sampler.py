@@ -159,7 +159,7 @@ class Proof:
     predicted: int
     runtime: int
     """Bytes that the imported libraries (CPU) or the context (CUDA) took before any training."""
-    allocator_peak: int | None
+    allocator_peak: int | None = None
     host: int
     """Bytes of host memory granted beside the limit, not part of the peak."""
     file_growth: int

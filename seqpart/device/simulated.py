@@ -15,17 +15,23 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from seqpart.device.caching_allocator import CachingAllocator
 from seqpart.device.card import Hardware
 from seqpart.device.device import DOWN, UP, Accelerator
+from seqpart.device.ordering import HOST, Memory, Unordered, act, touch
 from seqpart.device.pages import aligned, watched
 from seqpart.device.streams import COMPUTING, Event, Stream, Streams
-from seqpart.device.watching import HOST, Memory, Unordered, Used, Watching, act, touch, waits
 
+Used = tuple[torch.Tensor, bool]
+"""(tensor, True if it is written)."""
 _COPIES = {UP: "the stream of copies to the device", DOWN: "the stream of copies home"}
 
 
@@ -199,7 +205,7 @@ class SimulatedDevice(Accelerator):
 
     @contextmanager
     def copying(self, way: str) -> Iterator[None]:
-        with self.streams.using(_COPIES[way]), Watching(self, self.torch):
+        with self.streams.using(_COPIES[way]), Watching(self):
             self.streams.dawdle()
             yield
 
@@ -208,7 +214,7 @@ class SimulatedDevice(Accelerator):
         with ExitStack() as stack:
             self.streams.dawdle()
             stack.enter_context(watched(self._host_used))
-            stack.enter_context(Watching(self, self.torch))
+            stack.enter_context(Watching(self))
             yield
 
     # --- what is used ---------------------------------------------------------------------------------------------
@@ -241,6 +247,7 @@ class SimulatedDevice(Accelerator):
                 self.busy["disk"] += took
 
     def begins(self, name: str, used: list[Used], *, makes: bool) -> bool:
+        """Notes an operation that begins; returns True if it is the device's. makes: it makes tensors there."""
         with self.streams.lock:
             memories = [self._memory_of(tensor) for tensor, _ in used]
             ours = makes or any(memory is not None and memory.on_device for memory in memories)
@@ -265,7 +272,7 @@ class SimulatedDevice(Accelerator):
             stream.seconds = max(stream.seconds, self.streams.seconds) + took
             self.busy["computing"] += took
             self._made(found, name)
-            if waits(name):
+            if name.startswith(_WAITS):
                 self.streams.wait(self.streams.record())
 
     # --- the allocator --------------------------------------------------------------------------------------------
@@ -281,8 +288,9 @@ class SimulatedDevice(Accelerator):
     def allocated_peak(self) -> int:
         return self._allocator.allocated_peak
 
-    def restart_peaks(self) -> None:
+    def restart_peaks(self) -> bool:
         self._allocator.restart_peaks()
+        return False
 
     def cap(self, nbytes: int | None) -> None:
         self._allocator.cap(nbytes)
@@ -298,3 +306,60 @@ class SimulatedDevice(Accelerator):
 
 _OURS = 2
 """Number of references to a storage from one tensor of ours and its Python object."""
+
+
+_WAITS = ("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.masked_select", "aten.is_nonzero")
+"""Operations for which the host waits, since the program reads their result or its shape."""
+_UNSET = ("aten.empty", "aten.new_empty")
+
+
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that reports this thread's operations on real tensors to a device: before each the tensors that it uses, after it
+    those that it made, and its costs."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        used = list(_used(func, args, kwargs))
+        makes = kwargs.get("device") == self._device.torch
+        if any(isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" for tensor, _ in used):
+            return func(*args, **kwargs)
+        name = str(func)
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        if is_view or not self._device.begins(name, used, makes=makes):
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if found and isinstance(found[0], FakeTensor):
+            return result
+        if name.startswith(_UNSET):
+            for tensor in found:
+                _spoil(tensor)
+        packet = func._overloadpacket
+        flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+        nbytes = sum(tensor.nbytes * (2 if write else 1) for tensor, write in used)  # what is written was read before
+        nbytes += sum(tensor.nbytes for tensor in found if not any(tensor is other for other, _ in used))
+        dtype = found[0].dtype if found else torch.float32
+        self._device.ends(name, found, nbytes=nbytes, flops=int(flops), dtype=dtype)
+        return result
+
+
+def _used(func: Any, args: Any, kwargs: Any) -> Iterator[Used]:
+    arguments = func._schema.arguments
+    named = {argument.name: argument for argument in arguments}
+    for argument, value in [*zip(arguments, args, strict=False), *((named[name], value) for name, value in kwargs.items())]:
+        write = argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf, write
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    """Fills unwritten memory with values that no program can use unnoticed."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is not torch.bool:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)

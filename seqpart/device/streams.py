@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from seqpart.device.watching import HOST, Clock, act, join
+from seqpart.device.ordering import HOST, Clock, act, join
 
 COMPUTING = "the stream that computes"
 _LATE_SHARE, _LATE_SECONDS = 0.1, 0.02

@@ -18,7 +18,7 @@ import torch
 
 from seqpart.device.device import Device
 from seqpart.device.nvml import NvmlUsage
-from seqpart.device.process_limits import figure, set_mark_back, status_of
+from seqpart.device.process_limits import figure, held, set_mark_back, status_of
 
 _FELL = 1 << 20
 """Decrease of file pages in bytes above which VmHWM is reset."""
@@ -39,9 +39,6 @@ class Reading:
         """Bytes that only this process holds."""
         return self.anon + self.shmem
 
-    def __add__(self, other: "Reading") -> "Reading":
-        return Reading(self.anon + other.anon, self.shmem + other.shmem, self.file + other.file, self.data + other.data)
-
 
 def read_process(pid: int | str = "self") -> Reading:
     """The kernel's figures for one process; zeros when it is gone."""
@@ -52,13 +49,9 @@ def read_process(pid: int | str = "self") -> Reading:
     return Reading(*(figure(text, name) for name in _STATUS_FIELDS))
 
 
-def read_tree(pid: int | None = None) -> Reading:
-    """The kernel's figures for a process and all its descendants."""
-    pid = pid or os.getpid()
-    total = read_process(pid)
-    for child in _children(pid):
-        total += read_tree(child)
-    return total
+def held_by_tree(pid: int) -> int:
+    """Bytes that a process and all its descendants hold."""
+    return read_process(pid).held + sum(map(held_by_tree, _children(pid)))
 
 
 def _children(pid: int) -> Iterator[int]:
@@ -145,10 +138,9 @@ class _TreeUsage:
     def read(self) -> int:
         text = os.pread(self._status, 8192, 0)
         shared = figure(text, b"RssShmem:")
-        used = max(figure(text, b"RssAnon:") + shared, self._between(text)) - min(shared, self.granted)
+        used = max(held(text), self._between(text)) - min(shared, self.granted)
         if _has_children():
-            readings = [read_tree(child) for child in _children(self._pid)]
-            used += sum(reading.held for reading in readings)
+            used += sum(map(held_by_tree, _children(self._pid)))
         return used
 
     def _between(self, text: bytes) -> int:
@@ -205,43 +197,3 @@ class Reservations:
 def _sizes() -> tuple[int, int]:
     text = status_of()
     return figure(text, b"VmSize:"), figure(text, b"VmPeak:")
-
-
-def highest() -> int:
-    """Most bytes that this process held since the kernel's mark was reset, or since it began."""
-    text = status_of()
-    # The mark counts file pages too, which grow only where code runs for the first time.
-    held = figure(text, b"RssAnon:") + figure(text, b"RssShmem:")
-    return max(held, figure(text, b"VmHWM:") - figure(text, b"RssFile:"))
-
-
-class HighWater:
-    """Measures exactly the most bytes held since `restart`, however briefly: for planning, which runs blocks one by one.
-
-    CPU: the kernel's own mark of this process; resetting it makes `ru_maxrss` forget earlier peaks. CUDA: the allocator's.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = None if device.shares_memory else device
-        self.works = device.hardware is None and (self._device is not None or set_mark_back())
-        """False where /proc is read-only, and for a simulated device, which has no kernels whose memory it could show."""
-
-    def now(self) -> int:
-        """Bytes held now."""
-        if self._device is not None:
-            return self._device.allocated()
-        return read_process().held
-
-    def restart(self) -> int:
-        """Bytes held now, from which on `peak` counts."""
-        if self._device is not None:
-            self._device.restart_peaks()
-        else:
-            set_mark_back()
-        return self.now()
-
-    def peak(self) -> int:
-        """Most bytes held since `restart`."""
-        if self._device is not None:
-            return self._device.allocated_peak()
-        return highest()

@@ -324,7 +324,6 @@ class Trainer:
         return hf_data.padding_of(self._padding, collator, self.processing_class, config)
 
     def _order(self, data: Any, lengths: Lengths) -> Any:
-        """Returns a sampler with the row order of the training."""
         return hf_data.order_of(data, self.args, lengths.rows, lengths.batch, self.processing_class)
 
     def _loaders(self, lengths: Lengths) -> tuple[Any, Any]:

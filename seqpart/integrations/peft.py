@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from seqpart.errors import ModelError
+from seqpart.errors import ModelError, first_line
 
 __all__ = ["get_peft_model"]
 
@@ -26,7 +26,7 @@ def get_peft_model(model: nn.Module, peft_config: Any, *arguments: Any, **option
         if not any(parameter.is_meta for parameter in model.parameters()):
             raise
         raise ModelError(
-            f"peft could not make this adapter for a base without values: {str(error).splitlines()[0]} Give an adapter whose "
+            f"peft could not make this adapter for a base without values: {first_line(error)} Give an adapter whose "
             "initial values do not come from the base, or a base that is in memory."
         ) from error
 

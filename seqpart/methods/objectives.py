@@ -89,19 +89,9 @@ def why_unsuited(objective: str, shape: tuple[int, ...], label_shape: tuple[int,
     """Returns what an output of this shape lacks for the objective, in words; "" if nothing."""
     if not has_positions(shape, label_shape):
         return f"labels stand for {label_shape} positions, which method sil needs as its first dimensions"
-    if objective in WITH_DIRECTIONS and _feature_count(shape, label_shape, pooled=True) < 2:
+    if objective in WITH_DIRECTIONS and _Features(shape, label_shape, pooled=True).size < 2:
         return f"objective {objective} tells classes apart by directions, for which one feature is too few"
     return ""
-
-
-def _feature_count(shape: tuple[int, ...], label_shape: tuple[int, ...], *, pooled: bool) -> int:
-    if _is_pooled(shape, label_shape, pooled=pooled):
-        return shape[0] * math.prod(len(_halves(size)) for size in shape[1:])
-    return torch.Size(shape[len(label_shape) :]).numel()
-
-
-def _is_pooled(shape: tuple[int, ...], label_shape: tuple[int, ...], *, pooled: bool) -> bool:
-    return pooled and not label_shape and len(shape) >= 3
 
 
 def _halves(size: int) -> list[int]:
@@ -112,17 +102,16 @@ def _halves(size: int) -> list[int]:
 class _Features:
     """Turns a partition's output into features and back. pooled: average a convolution over its fields."""
 
-    def __init__(self, targets: Targets, *, pooled: bool) -> None:
-        shape = targets.output_shape
-        self._positions = targets.label_shape
-        assert has_positions(shape, self._positions), f"a boundary of shape {shape} for labels of shape {self._positions}"
-        self._pools = _is_pooled(shape, self._positions, pooled=pooled)
-        self._shape = shape
-        self.size = _feature_count(shape, self._positions, pooled=pooled)
+    def __init__(self, shape: tuple[int, ...], label_shape: tuple[int, ...], *, pooled: bool) -> None:
+        assert has_positions(shape, label_shape), f"a boundary of shape {shape} for labels of shape {label_shape}"
+        self._shape, self._positions = shape, len(label_shape)
+        self._pools = pooled and not label_shape and len(shape) >= 3
+        sizes = (shape[0], *(len(_halves(size)) for size in shape[1:])) if self._pools else shape[self._positions :]
+        self.size = math.prod(sizes)
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor:
         if not self._pools:
-            return output.flatten(1 + len(self._positions)).reshape(-1, self.size).float()
+            return output.flatten(1 + self._positions).reshape(-1, self.size).float()
         fields = [output]
         for axis, size in enumerate(self._shape[1:], 2):
             fields = [part for field in fields for part in torch.split(field, _halves(size), axis)]
@@ -145,7 +134,7 @@ class Regression:
     """Mean squared error to kappa * U(0, 1): the paper's objective, eq. 1."""
 
     def __init__(self, targets: Targets) -> None:
-        self._features = _Features(targets, pooled=False)
+        self._features = _Features(targets.output_shape, targets.label_shape, pooled=False)
         kappa = 10.0 if targets.config.kappa is None else targets.config.kappa
         self._labels = _labels(targets, self._features.size, normal=False, finish=lambda rows: rows.mul_(kappa))
         rows = self._labels.kept
@@ -177,7 +166,7 @@ class Prototypes:
     orthogonal: ClassVar[bool] = False
 
     def __init__(self, targets: Targets) -> None:
-        self._features = _Features(targets, pooled=True)
+        self._features = _Features(targets.output_shape, targets.label_shape, pooled=True)
         self._size = (self._features.size,)
         scale = targets.config.prototype_scale_of(targets.partition, targets.classes)
         self._scale = scale / self._features.size**0.5

@@ -149,6 +149,16 @@ class Planner(Inputs):
                     raise
                 asked = replace(asked, loss_chunks=2 * asked.loss_chunks)
 
+    def with_fewer_workers(self, plan: Callable[[], ExecutionPlan]) -> ExecutionPlan:
+        """Returns `plan()` with as many workers as fit in the limit. Raises DoesNotFit if nothing fits without workers."""
+        while True:
+            try:
+                return plan()
+            except DoesNotFit:
+                if not (freed := self.reading.fewer()):
+                    raise
+                self.runtime -= freed
+
     def measured(self, plan: Callable[[], ExecutionPlan], draft: Callable[[], ExecutionPlan] | None = None) -> ExecutionPlan:
         """Repeats `plan` until the blocks that it uses have been run for real, each kind at the plan's micro-batch.
 
@@ -292,7 +302,6 @@ class Planner(Inputs):
         return request.methods[0], candidate, (*reasons, *request.methods[0].idle_options(self.settings, len(candidate.parts)))
 
     def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
-        """The optimizer of each partition."""
         return self.optimizers(len(candidate.parts), recovery=recovery)
 
     def epochs(self, count: int, trained: tuple[float, ...] = ()) -> list[float]:

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from seqpart.device.device import Device
 from seqpart.device.pages import round_up
-from seqpart.errors import DataError, ModelError
+from seqpart.errors import DataError, ModelError, first_line
 from seqpart.model.blocks import Block, Chain
 from seqpart.model.inspection import cure_of_tokens, cure_of_types, frozen_in, has_hooks, in_other_words
 from seqpart.model.packs import ROWS, Value, has_gradients
@@ -512,7 +512,7 @@ def _ask(blocks: Sequence[Block], like: torch.Tensor, autocast: torch.dtype | No
             if y.requires_grad:
                 y.sum().backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            why = str(error).splitlines()[0].split(" Hint:")[0]
+            why = first_line(error).split(" Hint:")[0]
             if "inplace" not in why and "in-place" not in why:
                 return  # measuring reports other errors
             raise ModelError(

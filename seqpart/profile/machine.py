@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,17 +71,15 @@ def measure_speeds(
     weight = torch.ones(1024, 1024, dtype=torch.float32, device=device.torch)
     x = torch.ones(rows, 1024, dtype=torch.float32, device=device.torch)
 
-    def matmul() -> None:
+    def products() -> None:
         with device.autocast(autocast):
             for _ in range(4):
                 x @ weight
-        device.wait(device.mark())
 
-    matmul()
     in_slices = device.shares_memory and optimizer.at_once > 0
     up, down = (math.inf, math.inf) if device.shares_memory else (_link(device, UP), _link(device, DOWN))
     return Speeds(
-        flops=4 * 2 * rows * 1024**2 / seconds_of(matmul),
+        flops=4 * 2 * rows * 1024**2 / _seconds(device, products),
         optimizer=_steps_in_slices(device, optimizer, weight) if in_slices else _steps(device, optimizer, weight[:256]),
         host_optimizer=math.inf if device.shares_memory else _steps(device, optimizer, weight.cpu().repeat(1, 4)),
         read=read,
@@ -95,14 +94,18 @@ def _steps(device: Device, optimizer: Optimizer, weight: torch.Tensor) -> float:
     """Measures parameters per second of an optimizer step on `weight`, where that lies."""
     parameter = torch.nn.Parameter(weight.to(NARROW) if optimizer.moments is not None else weight)
     parameter.grad = torch.ones_like(parameter)
-    steps = optimizer.build([parameter])
+    return parameter.numel() / _seconds(device, partial(take_step, optimizer.build([parameter])))
 
-    def update() -> None:
-        take_step(steps)
+
+def _seconds(device: Device, work: Callable[[], object]) -> float:
+    """Shortest timing of `work` on the device, after a first one."""
+
+    def done() -> None:
+        work()
         device.wait(device.mark())
 
-    update()
-    return parameter.numel() / seconds_of(update)
+    done()
+    return seconds_of(done)
 
 
 _TWO_THREADS = 1.3
@@ -144,12 +147,7 @@ def _copies(device: Device) -> float:
     """Measures bytes per second of copies within the device's memory."""
     source = torch.ones(_PROBE_INSIDE, dtype=torch.uint8, device=device.torch)
     target = torch.ones_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-        device.wait(device.mark())
-
-    return _PROBE_INSIDE / seconds_of(copy)
+    return _PROBE_INSIDE / _seconds(device, partial(target.copy_, source))
 
 
 def _link(device: Device, way: str) -> float:
@@ -163,8 +161,7 @@ def _link(device: Device, way: str) -> float:
             device.wait(device.mark())
 
     device.wait(device.mark())
-    copy()
-    return _PROBE / seconds_of(copy)
+    return _PROBE / _seconds(device, copy)
 
 
 def speeds_of(hardware: Hardware, autocast: torch.dtype | None = None) -> Speeds:

@@ -25,7 +25,7 @@ from seqpart.device.heap import page_faults, seconds_per_fault
 from seqpart.device.limit import Grant, limit_for, refused
 from seqpart.device.pages import round_up
 from seqpart.device.sampler import Sampler
-from seqpart.device.usage import HighWater, MemoryUsage, Reservations
+from seqpart.device.usage import MemoryUsage, Reservations
 from seqpart.errors import DoesNotFit, ModelError, first_line
 from seqpart.interrupts import put_off
 from seqpart.model.blocks import Block
@@ -104,7 +104,7 @@ class Trials:
 
     def __init__(self, chain: Sequence[Block], costs_at: CostsAt, device: Device, autocast: torch.dtype | None) -> None:
         self._chain, self._costs_at, self._device, self._autocast = chain, costs_at, device, autocast
-        self._meter, self._reservations = HighWater(device), Reservations()
+        self._works, self._reservations = device.restart_peaks(), Reservations()
         self._found: dict[Kind, dict[int, Excess]] = {}
         self._structures: dict[object, Kind] = {}
         self.first = 0
@@ -147,7 +147,7 @@ class Trials:
     @property
     def are_to_come(self) -> bool:
         """True if blocks can be run, and none was."""
-        return self._meter.works and not self._found
+        return self._works and not self._found
 
     def least_limit(self, rows: int, smallest: int) -> int:
         """The limit to suggest instead of `smallest`, at which trials have room: an allowance for blocks not yet run with so
@@ -165,20 +165,20 @@ class Trials:
 
     def _to_compile(self) -> int:
         """Bytes held while a block is compiled, as far as known before."""
-        return self._meter.now() + _CPP + (0 if self._versions else _STAYS)
+        return self._device.allocated() + _CPP + (0 if self._versions else _STAYS)
 
     def held(self) -> int:
         """Bytes held now, after cached memory was returned to the system."""
         self._device.release_cached()
-        return self._meter.now()
+        return self._device.allocated()
 
     def run(self, rows: int, first: int, last: int, available: int) -> bool:
         """Runs the kinds among blocks first..last (last not included) that have not been run with so many rows.
 
         Blocks that take more than `available` bytes alone are left out: their counted cost stands. Returns True if any was run.
         """
-        fresh, costs, most = False, self._costs_at(rows), available + self._meter.now()
-        for number in range(max(first, self.first), last) if self._meter.works else ():
+        fresh, costs, most = False, self._costs_at(rows), available + self._device.allocated()
+        for number in range(max(first, self.first), last) if self._works else ():
             known = self._found.setdefault(self._kind(number, costs[number]), {})
             if rows not in known and _alone(costs[number]) <= available:
                 if self._chain[number].compiles:
@@ -220,7 +220,7 @@ class Trials:
     def _compile(self, number: int, rows: int, most: int) -> None:
         """Compiles a block for so many rows, as training and evaluation call it. Raises DoesNotFit where that takes more than
         `most` bytes together with what the process holds."""
-        block, held, began, needed = self._chain[number], self._meter.now(), time.perf_counter(), self._to_compile()
+        block, held, began, needed = self._chain[number], self._device.allocated(), time.perf_counter(), self._to_compile()
         if needed > most:
             raise self._no_room(needed, most)
         _LOGGER.info("block %d of %d is compiled, %d rows", number + 1, len(self._chain), rows)
@@ -241,7 +241,8 @@ class Trials:
             self.peak = max(self.peak, sampler.peak)
         _LOGGER.info("compiling held %s, of %s at most", format_size(sampler.peak), format_size(most))
         peak = max(sampler.peak - self.beside, needed)
-        self.beyond, self._compiler_peak = max(self.beyond, peak - self._meter.now()), max(self._compiler_peak, peak - held)
+        self.beyond = max(self.beyond, peak - self._device.allocated())
+        self._compiler_peak = max(self._compiler_peak, peak - held)
         self._versions, self._compiling = self._versions + 1, self._compiling + time.perf_counter() - began
         if peak > most:
             raise self._no_room(peak, most)
@@ -340,7 +341,7 @@ class Trials:
         """Runs two micro-batches, the first to warm up; the second adds to gradients that exist, and is timed again if it is
         short; then one without a graph. Returns the excess, and names of attributes that changed; "" where none did, and
         outputs were others nevertheless."""
-        self._begun = self._meter.now()
+        self._begun = self._device.allocated()
         module, tensors = real_module(self._chain[number], self._device.torch)
         cost, xs = self._costs_at(rows)[number], self._rows(number, rows)
         with with_tensors(module, tensors):
@@ -358,7 +359,7 @@ class Trials:
             now = remembered(module.modules())
             module.eval()
             with torch.no_grad():
-                held = self._meter.restart()
+                held = self._restarted()
                 self._forward(module, tensors, [x.detach() for x in xs], number)
                 inference = self._most() - held
         kept_seconds = 0.0
@@ -395,7 +396,6 @@ class Trials:
         return sum(found.values())
 
     def _rows(self, number: int, rows: int) -> list[torch.Tensor]:
-        """Input rows for a block."""
         compiles, takes = self._chain[number].compiles, self._costs_at(rows)[number].takes
         learn = [value.learns and (not compiles or value.number in self._learned) for value in takes]
         return [value.sample(self._device.torch, learns=one) for value, one in zip(takes, learn, strict=True)]
@@ -408,17 +408,17 @@ class Trials:
         entering = [x.clone() for x in xs]  # inside a chain a block's input is no leaf
         torch.manual_seed(0)
         self._reservations.restart()
-        held, began = self._meter.restart(), self._now()
+        held, began = self._restarted(), self._now()
         ys = self._forward(module, tensors, entering, number)
         forward_seconds = self._now() - began
-        forward, saved = self._most() - held, self._meter.now() - held
+        forward, saved = self._most() - held, self._device.allocated() - held
         sums = [repr(y.detach().sum()) for y in ys]
         roots = [y for y in ys if y.requires_grad]
         if not roots:
             return Excess(forward=forward, saved=saved, forward_seconds=forward_seconds), sums
         edges, gradients = [get_gradient_edge(y) for y in roots], [torch.ones_like(y) for y in roots]
         del ys, roots
-        held, began = self._meter.restart(), self._now()
+        held, began = self._restarted(), self._now()
         back_propagate(edges, gradients)
         backward_seconds = self._now() - began
         backward = self._most() - held
@@ -435,8 +435,13 @@ class Trials:
         self._device.wait(self._device.mark())
         return time.perf_counter()
 
+    def _restarted(self) -> int:
+        """Bytes held now, from which on `_most` counts."""
+        self._device.restart_peaks()
+        return self._device.allocated()
+
     def _most(self) -> int:
-        most = self._meter.peak()
+        most = self._device.allocated_peak()
         self.peak, self.beyond = max(self.peak, most), max(self.beyond, most - self._begun)
         return most
 

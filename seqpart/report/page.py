@@ -223,7 +223,7 @@ def _head(run: RecordedRun) -> str:
     method = run.plan.method if run.plan is not None else settings.get("method", "")
     model, data = run.job.get("model"), run.job.get("data")
     what = [f"method {method}" if method else "", f"model {model}" if model else "", f"data {data}" if data else ""]
-    when = run.result.get("finished") or run.start.get("time", "")
+    when = (run.result and run.result.finished) or run.start.get("time", "")
     day = str(when)[:19].replace("T", " ") + " UTC" if when else ""  # without the parts of a second
     processes = f"{run.processes} processes" if run.processes > 1 else ""
     words = [run.state_in_words, *(word for word in what if word), processes, day]
@@ -234,18 +234,16 @@ def _head(run: RecordedRun) -> str:
 
 
 def _tiles(run: RecordedRun) -> str:
-    proof, tiles = run.result.get("proof"), list[tuple[str, str]]()
-    limit = _limit(run)
-    peak = proof["peak"] if proof else max((held for curve in run.curves for _, held in curve.points), default=None)
+    result, tiles, limit = run.result, list[tuple[str, str]](), _limit(run)
+    peak = result.proof.peak if result else max((held for curve in run.curves for _, held in curve.points), default=None)
     if peak is not None and limit:
         tiles.append(("highest memory", f"{format_size(peak)} of {format_size(limit)} ({100 * peak / limit:.0f} %)"))
-    if proof:
-        tiles.append(("violations of the limit", str(proof["violations"])))
-    tests = [one for one in run.passes if one.kind == "test"]
-    accuracy = run.result.get("accuracy", tests[-1].accuracy if tests else None)
-    loss = run.result.get("test_loss", tests[-1].loss if tests else None)
-    of_average = run.result.get("average_accuracy"), run.result.get("average_loss")
-    for of, (share, mean) in {"": (accuracy, loss), " of the average": of_average}.items():
+    if result:
+        tiles.append(("violations of the limit", str(result.proof.violations)))
+    tests = [(one.accuracy, one.loss) for one in run.passes if one.kind == "test"]
+    last = (result.accuracy, result.test_loss) if result else tests[-1] if tests else (None, None)
+    of_average = (result.average_accuracy, result.average_loss) if result else (None, None)
+    for of, (share, mean) in {"": last, " of the average": of_average}.items():
         if share is not None:
             tiles.append((f"test accuracy{of}", f"{100 * share:.2f} %"))
         if mean is not None:
@@ -348,24 +346,24 @@ def _planned(run: RecordedRun) -> str:
 
 
 def _proof(run: RecordedRun) -> str:
-    proof = run.result.get("proof")
-    if not proof:
+    if run.result is None:
         return ""
-    error = 100 * (proof["predicted"] - proof["peak"]) / max(1, proof["peak"])
+    proof = run.result.proof
+    error = 100 * (proof.predicted - proof.peak) / max(1, proof.peak)
     rows = [
-        ("limit", format_size(proof["limit"])),
-        ("what was measured", str(proof["source"])),
-        ("highest value", f"{format_size(proof['peak'])}, {100 * proof['peak'] / proof['limit']:.1f} % of the limit"),
-        ("seen at step", str(run.result.get("peak at") or "unknown")),
-        ("samples", f"{proof['samples']:,}"),
-        ("predicted", f"{format_size(proof['predicted'])}, {error:+.1f} % of the highest value"),
-        ("of it runtime (libraries or context)", format_size(proof["runtime"])),
-        ("host memory granted beside the limit", format_size(proof["host"])),
-        ("file pages grew by", format_size(proof["file_growth"])),
-        ("violations", str(proof["violations"])),
+        ("limit", format_size(proof.limit)),
+        ("what was measured", proof.source),
+        ("highest value", f"{format_size(proof.peak)}, {100 * proof.peak / proof.limit:.1f} % of the limit"),
+        ("seen at step", run.result.peak_at or "unknown"),
+        ("samples", f"{proof.samples:,}"),
+        ("predicted", f"{format_size(proof.predicted)}, {error:+.1f} % of the highest value"),
+        ("of it runtime (libraries or context)", format_size(proof.runtime)),
+        ("host memory granted beside the limit", format_size(proof.host)),
+        ("file pages grew by", format_size(proof.file_growth)),
+        ("violations", str(proof.violations)),
     ]
-    if proof.get("allocator_peak") is not None:
-        rows.insert(6, ("the allocator's own peak", format_size(proof["allocator_peak"])))
+    if proof.allocator_peak is not None:
+        rows.insert(6, ("the allocator's own peak", format_size(proof.allocator_peak)))
     resumed = "<p>The proof is of the last process: what came before it has its own curve above.</p>" if run.resumed_at else ""
     return f"<section><h2>Proof of the limit</h2>{_table([], [list(row) for row in rows])}{resumed}</section>"
 

@@ -1,7 +1,6 @@
 """Reads the directory of a run, also one that is running, ended early, was killed, or is of an older version."""
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,15 +8,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from seqpart.checkpoint.marker import MARKER, latest, lives, marker_of
-from seqpart.device.sampler import MEMORY
+from seqpart.device.sampler import MEMORY, Proof
 from seqpart.errors import OptionError, in_arguments, resuming
 from seqpart.files import Folder, opened
 from seqpart.plan.plan import Plan
 from seqpart.report.reporter import EVENTS, Sum
 from seqpart.store.atomic import checked_body
 from seqpart.store.scratch import JOB, PLAN, RESULT, has_checkpoint
-from seqpart.text import MOST_BYTES, refuse_unusable
+from seqpart.text import MOST_BYTES, parsed, refuse_unusable
 
 _PHASE = re.compile(r"\[(\w+) (\d+)(?:-(\d+))?(?:\.(\d+))?\]")
 _PASSES = 4000
@@ -50,6 +51,18 @@ class Curve:
     points: list[tuple[float, int]]
     limit: int
     source: str
+
+
+class Result(msgspec.Struct, kw_only=True, rename={"peak_at": "peak at"}):
+    """What is shown of a finished run's results, which have more fields."""
+
+    proof: Proof
+    accuracy: float | None = None
+    test_loss: float | None = None
+    average_accuracy: float | None = None
+    average_loss: float | None = None
+    finished: str = ""
+    peak_at: str = ""
 
 
 @dataclass(slots=True)
@@ -105,8 +118,7 @@ class RecordedRun:
     root: Path
     state: str
     plan: Plan | None
-    result: dict[str, Any]
-    """The result; empty if there is none."""
+    result: Result | None
     start: dict[str, Any]
     """The `start` event of the latest process."""
     processes: int
@@ -178,9 +190,8 @@ def _events(root: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
             if line.startswith(b'{"event": "step"'):  # one for each coming and going of a partition: their sums are logged too
                 continue
             try:
-                event = json.loads(line)
-                yield {"seconds": 0.0, **event}
-            except (ValueError, TypeError, RecursionError):
+                yield {"seconds": 0.0, **parsed(line)}
+            except (ValueError, TypeError):
                 unread += line.endswith(b"\n")
     except OSError as error:
         missing.append(f"{EVENTS}: {error.strerror}")
@@ -232,7 +243,7 @@ def _curves(root: Path, processes: list[_Process], missing: list[str]) -> tuple[
     try:
         for line in _lines(latest(root, MEMORY)):
             with contextlib.suppress(ValueError, TypeError, KeyError, IndexError):  # the last line may be cut off
-                found = json.loads(line)
+                found = parsed(line)
                 if isinstance(found, dict):
                     shift = _shift(found, processes)
                     curves.append(Curve(points=[], limit=int(found["limit"]), source=str(found["source"])))
@@ -259,38 +270,21 @@ def _plan(root: Path, missing: list[str]) -> Plan | None:
         return None
 
 
-def _result(root: Path, state: str, missing: list[str]) -> dict[str, Any]:
-    path = root / RESULT if state == "done" else latest(root, RESULT)
-    try:
-        found = json.loads(_text(path))
-        if state == "done":
-            _refuse_other_types(found)
-            return dict(found)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if state == "done":
+def _result(root: Path, state: str, missing: list[str]) -> Result | None:
+    if state == "done":
+        try:
+            found: Result = msgspec.convert(parsed(_text(root / RESULT)), Result)
+            if found.proof.limit <= 0:
+                raise ValueError
+            return found
+        except (OSError, ValueError, msgspec.ValidationError) as error:
             missing.append(f"the results: {RESULT}: {error.strerror if isinstance(error, OSError) else 'it is damaged'}")
-            return {}
+            return None
     way = resuming(root)
     way = f"python -m seqpart.train {way}" if latest(root, JOB).exists() else in_arguments(way)  # Python began those without
     cure = f" Resume with: {way}" if has_checkpoint(root) and state != "running" else ""
     missing.append(f"the proof and the final test: the run is {_STATES.get(state, state)}.{cure}")
-    return {}
-
-
-_FIGURES = ("limit", "peak", "predicted", "runtime", "host", "file_growth", "samples", "violations")
-"""Fields of a proof that every version has."""
-
-
-def _refuse_other_types(result: dict[str, Any]) -> None:
-    """Raises an error that `_result` handles if a displayed field of a result is missing or has another type."""
-    proof = result["proof"]
-    named = ("accuracy", "test_loss", "average_accuracy", "average_loss")
-    optional = (proof.get("allocator_peak"), *(result.get(name) for name in named))
-    numbers = [*(proof[name] for name in _FIGURES), *(value for value in optional if value is not None)]
-    if not isinstance(proof["source"], str) or not all(type(number) in (int, float) for number in numbers):
-        raise TypeError
-    if proof["limit"] <= 0:
-        raise ValueError
+    return None
 
 
 def _job(root: Path) -> dict[str, Any]:

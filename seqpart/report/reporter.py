@@ -26,13 +26,13 @@ from seqpart.files import added_to, made
 from seqpart.plan.plan import Plan, as_text_rows
 from seqpart.report.terminal import (
     LOGGER,
+    UNLIMITED,
     as_lines,
     as_many,
     bar_line,
     is_heard,
     plan_table,
     standard_output,
-    table_width,
     width_for_table,
     width_of,
     wrapped,
@@ -128,10 +128,10 @@ class Reporter:
         table, left_out = plan_table(rows, width)
         self.say(plan_title(plan))
         if is_heard(logging.INFO):
-            LOGGER.info("%s", as_lines(plan_table(rows, None)[0], table_width(rows)))
+            LOGGER.info("%s", as_lines(plan_table(rows, None)[0]))
             left_out = ()
         else:
-            self.console.width = table_width(rows) if width is None else width  # a file has none, and rich cuts at 80
+            self.console.width = width or UNLIMITED
             self.console.print(table)
         if left_out:
             self.say(f"left out, for a wider terminal: {', '.join(left_out)}")
@@ -140,7 +140,8 @@ class Reporter:
 
     def begin(self, phases: Sequence[Phase], start: Position, limit: int, used: Callable[[], int]) -> None:
         """Called at the start of the loop. used: the peak so far, in bytes."""
-        self._bar = _Bar(self.console, phases, start, limit, used)
+        if self.console.is_terminal and not self.console.quiet:
+            self._bar = _Bar(self.console, phases, start, limit, used)
 
     def listen(self, event: Event) -> None:
         if isinstance(event, StepDone):
@@ -263,32 +264,30 @@ def _passes(phase: Phase) -> int:
 
 
 class _Bar:
-    """The live line; absent if the output is not a terminal."""
+    """The live line of a terminal."""
 
     def __init__(self, console: Console, phases: Sequence[Phase], start: Position, limit: int, used: Callable[[], int]) -> None:
         self._console, self._limit, self._used, self._phases = console, limit, used, phases
-        self._progress: Progress | None = None
         self._rows = 0
         self._what: tuple[str, ...] = ("starting",)
         self._began = time.perf_counter()
         self._shown = 0.0
-        if console.is_terminal and not console.quiet:
-            # No refresh thread: its stack would be reserved under the limit.
-            line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
-            self._progress = Progress(line, console=console, auto_refresh=False, transient=True)
-            ahead = [(phase, times) for phase, times in counted(phases[start.phase :]) if not phase.elsewhere]
-            total = sum(times * phase.rows * _passes(phase) for phase, times in ahead)
-            if start.updates:
-                total -= phases[start.phase].rows_before(start.updates) * _passes(phases[start.phase])
-            self._task = self._progress.add_task(self._what[0], total=total)
-            self._progress.start()
+        # No refresh thread: its stack would be reserved under the limit.
+        line = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
+        self._progress = Progress(line, console=console, auto_refresh=False, transient=True)
+        ahead = [(phase, times) for phase, times in counted(phases[start.phase :]) if not phase.elsewhere]
+        total = sum(times * phase.rows * _passes(phase) for phase, times in ahead)
+        if start.updates:
+            total -= phases[start.phase].rows_before(start.updates) * _passes(phases[start.phase])
+        self._task = self._progress.add_task(self._what[0], total=total)
+        self._progress.start()
 
     def enter(self, event: PhaseBegun) -> None:
         self._what = _spellings(event.phase)
         self._show()
 
     def step(self, event: StepDone) -> None:
-        if self._progress is None or event.step.micro_batch is None:
+        if event.step.micro_batch is None:
             return
         phase, p = self._phases[event.step.phase], event.step.partition
         # Rows are counted where they end. Without a backward pass all of them go through a partition before the next.
@@ -303,8 +302,6 @@ class _Bar:
             self._show()
 
     def _show(self) -> None:
-        if self._progress is None:
-            return
         now = self._shown = time.perf_counter()
         task = self._progress.tasks[0]
         line = bar_line(
@@ -315,8 +312,7 @@ class _Bar:
         self._progress.refresh()
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._progress.stop()
 
 
 def plan_title(plan: Plan) -> str:

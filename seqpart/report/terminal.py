@@ -25,6 +25,8 @@ _LEAVE_OUT = (
 """Columns of the plan that are left out on a narrow terminal, the least important first."""
 _BETWEEN = 3
 """Characters between two columns of the table, and at its edges together."""
+UNLIMITED = 1 << 12
+"""Characters of a line where nothing limits it: a file has no width, and rich would cut tables at 80."""
 _QUANTITY = re.compile(r"(?<=[0-9]) (?=(?:[KMGT]?B|%|s|min|h|d|x|samples(?:/s)?|parameters|rows?|updates?)\b|%)")
 _UNBROKEN = "\N{NO-BREAK SPACE}"
 
@@ -67,17 +69,12 @@ def plan_table(rows: Sequence[Mapping[str, str]], width: int | None) -> tuple[Ta
     return table, tuple(name for name in widths if name in out)
 
 
-def as_lines(table: Table, width: int) -> str:
-    """Returns the table as text."""
-    console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None)
+def as_lines(table: Table) -> str:
+    """Returns the whole table as text."""
+    console = Console(file=io.StringIO(), width=UNLIMITED, highlight=False, color_system=None)
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())
-
-
-def table_width(rows: Sequence[Mapping[str, str]]) -> int:
-    """Returns the width of the whole table, so that none is cut in a file."""
-    return sum(max(len(name), *(len(row[name]) for row in rows)) + _BETWEEN for name in rows[0])
 
 
 def as_many(parts: Sequence[str], width: int | None, *, short: str = "") -> str:

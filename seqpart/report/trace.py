@@ -95,8 +95,7 @@ class Trace:
     def close(self) -> None:
         with self._lock:
             self._flush()
-            if self._file is not None:
-                self._write("\n]\n")
+            self._write("\n]\n")
             if self._file is not None:
                 os.close(self._file)
             self._file = None

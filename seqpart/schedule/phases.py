@@ -16,8 +16,81 @@ def _times(passes: int, every: int | None) -> int:
     return 0 if every is None else max(0, passes - 1) // every
 
 
+class Stretch:
+    """Epochs, each of some rounds of some passes that train; `following` comes after each `every`-th of them, and the last."""
+
+    __slots__ = ()
+    epochs: int
+    following: tuple[Phase, ...]
+    every: int | None
+    rounds = per_round = 1
+    """Rounds of an epoch, and passes of a round."""
+
+    def _pass(self, number: int) -> Phase:
+        """Returns a pass by its number, without `following`."""
+        raise NotImplementedError
+
+    def _passes(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
+        """Yields each different pass from phase `first` to `stop`, and how often it comes."""
+        raise NotImplementedError
+
+    @property
+    def per_epoch(self) -> int:
+        return self.rounds * self.per_round
+
+    @property
+    def tests(self) -> int:
+        """How often `following` comes, without the last time."""
+        return _times(self.epochs, self.every)
+
+    def __len__(self) -> int:
+        return self.epochs * self.per_epoch + (self.tests + 1) * len(self.following)
+
+    def __getitem__(self, index: int) -> Phase:
+        number, _, which = self._place(index)
+        return self._pass(number) if which is None else self.following[which]
+
+    def _place(self, index: int) -> tuple[int, int, int | None]:
+        """Returns (passes before `index`, how often `following` is over by then, which of it is there; None: a pass)."""
+        passes = (self.every if self.every is not None and self.tests else max(1, self.epochs)) * self.per_epoch
+        times = min(index // (passes + len(self.following)), self.tests)
+        at = index - times * (passes + len(self.following))
+        here = min(passes, self.epochs * self.per_epoch - times * passes)
+        return times * passes + min(at, here), times, None if at < here else at - here
+
+    def _tests_after(self, epochs: int) -> int:
+        return 0 if self.every is None else min(epochs // self.every, self.tests)
+
+    def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
+        """Yields each different phase from `first` to `stop`, and how often it comes."""
+        yield from self._passes(first, stop)
+        (_, times, which), (_, more, last) = self._place(first), self._place(stop)
+        for number, phase in enumerate(self.following):
+            count = more - times + (last is not None and last > number) - (which is not None and which > number)
+            if count:
+                yield phase, count
+
+    def trainings(self) -> Iterator[tuple[int, Phase]]:
+        """Yields the passes of the last round, each with its number in the stretch."""
+        last = len(self) - len(self.following)
+        yield from ((number, self[number]) for number in range(last - self.per_round, last) if self.epochs)
+
+    def walked(self) -> Iterator[tuple[Phase, int]]:
+        """Yields the first two rounds and the phases after them, each with how many phases of the stretch it stands for."""
+        for number, (phases, stands_for) in enumerate(self._walked()):
+            yield from ((phase, stands_for) for phase in phases)
+            if not number and self.tests:
+                yield from ((phase, self.tests) for phase in self.following)
+        yield from ((phase, 1) for phase in self.following)
+
+    def _walked(self) -> Iterator[tuple[list[Phase], int]]:
+        count = self.epochs * self.rounds
+        for number, stands_for in ((0, 1), (1, count - 1))[: min(count, 2)]:
+            yield [self._pass(number * self.per_round + at) for at in range(self.per_round)], stands_for
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Epochs:
+class Epochs(Stretch):
     """A stretch of phases: `epochs` passes of `train`, with `following` after each `every`-th of them and after the last."""
 
     train: Phase
@@ -25,68 +98,26 @@ class Epochs:
     following: tuple[Phase, ...]
     every: int | None = None
 
-    def __len__(self) -> int:
-        return self.epochs + (self.rounds + 1) * len(self.following)
-
-    @property
-    def rounds(self) -> int:
-        """How often `following` comes, without the last time."""
-        return _times(self.epochs, self.every)
-
-    def _place(self, index: int) -> tuple[int, int]:
-        """Returns (passes of `train` before the current round, its phases before `index`); a round ends with `following`."""
-        chunk = self.every if self.every is not None and self.rounds else self.epochs
-        round_ = min(index // max(1, chunk + len(self.following)), self.rounds)
-        return round_ * chunk, index - round_ * (chunk + len(self.following))
-
-    def __getitem__(self, index: int) -> Phase:
-        before, at = self._place(index)
-        passes = self._passes_from(before)
-        return replace(self.train, epoch=before + at + 1) if at < passes else self.following[at - passes]
-
-    def _passes_from(self, before: int) -> int:
-        """Returns how many passes of `train` follow one another after the first `before`."""
-        left = self.epochs - before
-        return left if self.every is None else min(self.every, left)
-
-    def _counts(self, index: int) -> list[int]:
-        """Returns how often `train`, and each of `following`, comes before `index`."""
-        before, at = self._place(index)
-        passes, rounds = self._passes_from(before), before // self.every if self.every is not None else 0
-        return [before + min(at, passes), *(rounds + (at > passes + j) for j in range(len(self.following)))]
+    def _pass(self, number: int) -> Phase:
+        return replace(self.train, epoch=number + 1)
 
     def stands(self, index: int) -> tuple[int, int | None]:
         """Returns (passes of `train` before `index`, which of `following` it is; None if it is a pass of `train`)."""
-        before, at = self._place(index)
-        passes = self._passes_from(before)
-        return (before + at, None) if at < passes else (before + passes, at - passes)
+        number, _, which = self._place(index)
+        return number, which
 
     def index_of(self, epochs: int, following: int | None) -> int:
         """Inverse of `stands`; gives the next pass of `train` if no `following` comes after so many epochs."""
-        rounds = self.rounds if self.every is None else min(epochs // self.every, self.rounds)
+        tests = self._tests_after(epochs)
         if following is None or (epochs < self.epochs and (self.every is None or epochs % self.every or not epochs)):
-            return epochs + rounds * len(self.following)
-        return epochs + (self.rounds if epochs == self.epochs else rounds - 1) * len(self.following) + following
+            return epochs + tests * len(self.following)
+        return epochs + (self.tests if epochs == self.epochs else tests - 1) * len(self.following) + following
 
-    def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
-        """Yields each different phase from `first` to `stop`, and how often it comes; epochs count as one phase."""
-        train, *following = (stop - start for start, stop in zip(self._counts(first), self._counts(stop), strict=True))
-        if train:
-            yield replace(self.train, epoch=self._counts(first)[0] + 1), train
-        yield from ((phase, times) for phase, times in zip(self.following, following, strict=True) if times)
-
-    def trainings(self) -> Iterator[tuple[int, Phase]]:
-        """Yields the last pass of `train`, with its number in the stretch."""
-        if self.epochs:
-            yield len(self) - len(self.following) - 1, self.train
-
-    def walked(self) -> Iterator[tuple[Phase, int]]:
-        """Yields the first two passes and the phases after them, each with how many phases of the stretch it stands for."""
-        for epoch, stands_for in ((1, 1), (2, self.epochs - 1))[: self.epochs]:
-            yield replace(self.train, epoch=epoch), stands_for
-            if epoch == 1 and self.rounds:
-                yield from ((phase, self.rounds) for phase in self.following)
-        yield from ((phase, 1) for phase in self.following)
+    def _passes(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
+        """Epochs count as one phase."""
+        before, after = self._place(first)[0], self._place(stop)[0]
+        if after > before:
+            yield self._pass(before), after - before
 
 
 class Phases(Sequence[Phase]):
@@ -130,7 +161,7 @@ class Phases(Sequence[Phase]):
                 yield from stretch.counted(first - begins, stop - begins)
 
     def trainings(self) -> Iterator[tuple[int, Phase]]:
-        """Yields the last pass of `train` of every stretch, with its number among all phases."""
+        """Yields the passes of each stretch's last round, each with its number among all phases."""
         for which, stretch in enumerate(self.stretches):
             yield from ((self._begins(which) + number, phase) for number, phase in stretch.trainings())
 
@@ -163,7 +194,7 @@ def last_trainings(phases: Sequence[Phase]) -> dict[tuple[int, int], int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rounds:
+class Rounds(Stretch):
     """A stretch of phases: `split`, each of `turns` for `local` updates, `merge`, again and again; `following` after each
     `every`-th epoch and after the last.
 
@@ -184,38 +215,21 @@ class Rounds:
         return self.turns[0]
 
     @property
-    def rounds(self) -> int:
-        """Number of rounds in an epoch."""
+    def rounds(self) -> int:  # type: ignore[override]
         return -(-self.train.updates // self.local)
 
     @property
-    def _per_round(self) -> int:
+    def per_round(self) -> int:  # type: ignore[override]
         return len(self.turns) + 2
 
-    @property
-    def _per_epoch(self) -> int:
-        return self.rounds * self._per_round
-
-    @property
-    def _tests(self) -> int:
-        """How often `following` comes, without the last time."""
-        return _times(self.epochs, self.every)
-
-    def __len__(self) -> int:
-        return self.epochs * self._per_epoch + (self._tests + 1) * len(self.following)
-
-    def __getitem__(self, index: int) -> Phase:
-        epoch, at = self._place(index)
-        if epoch == self.epochs or at >= self._per_epoch:
-            return self.following[at - self._per_epoch if epoch < self.epochs else at]
-        round_, which = divmod(at, self._per_round)
-        number = epoch * self.rounds + round_ + 1
+    def _pass(self, number: int) -> Phase:
+        round_, which = divmod(number, self.per_round)
         if which == 0:
-            return replace(self.split, epoch=number)
-        return self._turn(which - 1, epoch, round_) if which <= len(self.turns) else replace(self.merge, epoch=number)
-
-    def _turn(self, part: int, epoch: int, round_: int) -> Phase:
-        turn, done = self.turns[part], round_ * self.local
+            return replace(self.split, epoch=round_ + 1)
+        if which > len(self.turns):
+            return replace(self.merge, epoch=round_ + 1)
+        turn, (epoch, of_epoch) = self.turns[which - 1], divmod(round_, self.rounds)
+        done = of_epoch * self.local
         before = done * turn.batch
         return replace(
             turn, epoch=epoch + 1,
@@ -223,74 +237,39 @@ class Rounds:
             rows=min(self.local * turn.batch, turn.rows - before),
         )  # fmt: skip
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """Returns (epochs that are over, phases since). After the last epoch the phases are `following`; an earlier epoch
-        includes the phases of `following` after it."""
-        every = self.every if self.every is not None and self._tests else max(1, self.epochs)
-        chunk = every * self._per_epoch + len(self.following)
-        before = min(index // chunk, self._tests)
-        index -= before * chunk
-        here = min(every, self.epochs - before * every)
-        epoch = min(index // self._per_epoch, here)
-        if epoch == here and before * every + here < self.epochs:
-            epoch -= 1  # the phases after it still belong to it
-        return before * every + epoch, index - epoch * self._per_epoch
-
     def stands(self, index: int) -> tuple[int, int | None]:
-        """Returns (epochs that are over before `index`, phases since; None: none)."""
-        epoch, at = self._place(index)
-        return epoch, at if at or epoch == self.epochs else None
+        """Returns (epochs that are over before `index`, phases since; None: none). An earlier epoch than the last includes the
+        phases of `following` after it."""
+        number, _, which = self._place(index)
+        epoch, since = divmod(number, self.per_epoch)
+        if which is None:
+            return epoch, since or None
+        return (epoch, which) if epoch == self.epochs else (epoch - 1, self.per_epoch + which)
 
     def index_of(self, epochs: int, following: int | None) -> int:
         """Inverse of `stands`."""
-        tests = 0 if self.every is None else min(epochs // self.every, self._tests)
-        return epochs * self._per_epoch + tests * len(self.following) + (following or 0)
+        return epochs * self.per_epoch + self._tests_after(epochs) * len(self.following) + (following or 0)
 
-    def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
-        """Yields each different phase from `first` to `stop`, and how often it comes; rounds count as one, except for the last
-        of an epoch."""
-        last = (self.rounds - 1) * self._per_round
-        counts = [there - here for here, there in zip(self._counts(first), self._counts(stop), strict=True)]
-        for which in range(self._per_round):
-            for index, times in ((which, counts[2 * which]), (last + which, counts[2 * which + 1])):
+    def _passes(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
+        """Rounds count as one, except for the last of an epoch."""
+        last = (self.rounds - 1) * self.per_round
+        before, after = self._counts(self._place(first)[0]), self._counts(self._place(stop)[0])
+        for which, (was, now) in enumerate(zip(before, after, strict=True)):
+            for number, times in ((which, now[0] - was[0]), (last + which, now[1] - was[1])):
                 if times:
-                    yield self[index], times
-        yield from (
-            (phase, times) for phase, times in zip(self.following, counts[2 * self._per_round :], strict=True) if times
-        )  # fmt: skip
+                    yield self._pass(number), times
 
-    def _counts(self, index: int) -> list[int]:
-        """Returns how often each phase comes before `index`: for each phase of a round, in rounds that are not the last of an
-        epoch, and in those that are; then for each of `following`."""
-        epoch, at = self._place(index)
-        tests = 0 if self.every is None else min(epoch // self.every, self._tests)
-        round_, which = divmod(min(at, self._per_epoch) if epoch < self.epochs else 0, self._per_round)
-        counts = []
-        for phase in range(self._per_round):
-            done = round_ + (which > phase)
-            counts += [epoch * (self.rounds - 1) + min(done, self.rounds - 1), epoch + max(0, done - self.rounds + 1)]
-        over = at if epoch == self.epochs else max(0, at - self._per_epoch)
-        return [*counts, *(tests + (over > number) for number in range(len(self.following)))]
-
-    def trainings(self) -> Iterator[tuple[int, Phase]]:
-        """Yields the last turn of each part, with its number in the stretch."""
-        first = len(self) - len(self.following) - 1 - len(self.turns)
-        yield from ((first + part, turn) for part, turn in enumerate(self.turns) if self.epochs)
-
-    def walked(self) -> Iterator[tuple[Phase, int]]:
-        """Yields the first two rounds and the phases after them, each with how many phases of the stretch it stands for."""
-        count = self.epochs * self.rounds
-        for number, stands_for in ((0, 1), (1, count - 1))[: min(count, 2)]:
-            epoch, round_ = divmod(number, self.rounds)
-            first = self.index_of(epoch, round_ * self._per_round)
-            yield from ((self[first + which], stands_for) for which in range(self._per_round))
-            if number == 0 and self._tests:
-                yield from ((phase, self._tests) for phase in self.following)
-        yield from ((phase, 1) for phase in self.following)
+    def _counts(self, number: int) -> list[tuple[int, int]]:
+        """Returns how often each phase of a round comes before pass `number`: in rounds that are not the last of an epoch, and
+        in those that are."""
+        epoch, since = divmod(number, self.per_epoch)
+        round_, which = divmod(since, self.per_round)
+        done = [round_ + (which > phase) for phase in range(self.per_round)]
+        return [(epoch * (self.rounds - 1) + min(n, self.rounds - 1), epoch + max(0, n - self.rounds + 1)) for n in done]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pieces:
+class Pieces(Stretch):
     """A stretch of phases: `updates` updates of `train`, epoch after epoch, with `following` after each `every`-th of them and
     after the last.
 
@@ -304,7 +283,7 @@ class Pieces:
     """Updates between two times `following`; None: only at the end."""
 
     @property
-    def epochs(self) -> int:
+    def epochs(self) -> int:  # type: ignore[override]
         """Number of epochs, the last of which may be a part of one."""
         return -(-self.updates // self.train.updates)
 
@@ -318,22 +297,22 @@ class Pieces:
             return update // epoch
         return update // epoch + update // every - update // lcm(epoch, every) + len(self.following) * (update // every)
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """Returns (first update of the last piece that begins at or before `index`, phases since)."""
+    @property
+    def tests(self) -> int:
+        return _times(self.updates, self.every)
+
+    def _place(self, index: int) -> tuple[int, int, int | None]:
+        """A pass is known by its first update, from 0: here that of the last piece that begins at or before `index`."""
         low, high = 0, self.updates - 1
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._begins(middle) <= index else (low, middle - 1)
-        epoch = self.train.updates
-        first = max(low // epoch * epoch, low // self.every * self.every if self.every is not None else 0)
-        return first, index - self._begins(first)
+        epoch, tests = self.train.updates, 0 if self.every is None else low // self.every
+        first = max(low // epoch * epoch, tests * (self.every or 0))
+        at = index - self._begins(first)
+        return first, tests, at - 1 if at else None
 
-    def __getitem__(self, index: int) -> Phase:
-        first, at = self._place(index)
-        return self._piece(first) if at == 0 else self.following[at - 1]
-
-    def _piece(self, first: int) -> Phase:
-        """Returns the piece that begins with update number `first`, from 0."""
+    def _pass(self, first: int) -> Phase:
         train, done = self.train, first % self.train.updates
         stop = min(first - done + train.updates, self.updates)
         if self.every is not None:
@@ -365,45 +344,28 @@ class Pieces:
         """Inverse of `stands`."""
         return (self._last if epochs >= self.epochs else self._begins(epochs * self.train.updates)) + (following or 0)
 
-    def counted(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
-        """Yields the phases from `first` to `stop`, and how often each comes. Pieces count as one, with their average number
-        of rows."""
-        following = [self._tests(stop, which) - self._tests(first, which) for which in range(len(self.following))]
-        pieces = stop - first - sum(following)
-        if pieces:
-            rows, more = divmod(self._rows(stop) - self._rows(first), pieces)
-            begun = self._piece(self._place(first)[0])
-            yield from ((replace(begun, rows=n), times) for n, times in ((rows + 1, more), (rows, pieces - more)) if times)
-        yield from ((phase, times) for phase, times in zip(self.following, following, strict=True) if times)
+    def _passes(self, first: int, stop: int) -> Iterator[tuple[Phase, int]]:
+        """Pieces count as one, with their average number of rows."""
+        (pieces, rows), (more, after) = self._before(first), self._before(stop)
+        if more > pieces:
+            rows, longer = divmod(after - rows, more - pieces)
+            begun = self._pass(self._place(first)[0])
+            counts = (rows + 1, longer), (rows, more - pieces - longer)
+            yield from ((replace(begun, rows=n), times) for n, times in counts if times)
 
-    def _tests(self, index: int, which: int) -> int:
-        """Returns how often number `which` of `following` comes before `index`."""
-        first, at = self._place(index)
-        return (first // self.every if self.every is not None else 0) + (at > which + 1)
-
-    def _rows(self, index: int) -> int:
-        """Returns the rows of all pieces before `index`."""
-        first, at = self._place(index)
+    def _before(self, index: int) -> tuple[int, int]:
+        """Returns (pieces before `index`, their rows)."""
+        first, tests, which = self._place(index)
         epoch, done = divmod(first, self.train.updates)
-        return epoch * self.train.rows + done * self.train.batch + (self._piece(first).rows if at else 0)
+        rows = epoch * self.train.rows + done * self.train.batch + (0 if which is None else self._pass(first).rows)
+        return self._begins(first) - tests * len(self.following) + (which is not None), rows
 
-    def trainings(self) -> Iterator[tuple[int, Phase]]:
-        """Yields the last piece, with its number in the stretch."""
-        yield self._last - 1, self._piece(self._place(self._last - 1)[0])
-
-    def walked(self) -> Iterator[tuple[Phase, int]]:
-        """Yields the first piece, one that stands for all others, and the phases after them; each with how many phases of the
-        stretch it stands for."""
-        tests = _times(self.updates, self.every)
-        pieces = self._last - tests * len(self.following)
-        first = self._piece(0)
-        yield first, 1
-        if tests:
-            yield from ((phase, tests) for phase in self.following)
-        if pieces > 1:
-            updates = max(1, round((self.updates - first.updates) / (pieces - 1)))
-            yield replace(first, rows=min(updates * first.batch, self.train.rows)), pieces - 1
-        yield from ((phase, 1) for phase in self.following)
+    def _walked(self) -> Iterator[tuple[list[Phase], int]]:
+        first, others = self._pass(0), self._last - self.tests * len(self.following) - 1
+        yield [first], 1
+        if others:
+            updates = max(1, round((self.updates - first.updates) / others))
+            yield [replace(first, rows=min(updates * first.batch, self.train.rows))], others
 
 
 def training(train: Phase, epochs: int, updates: int | None, following: tuple[Phase, ...], tests: Interval) -> Epochs | Pieces:

@@ -10,7 +10,6 @@ executor, so the three cannot drift apart. It has only ints, no torch.
 """
 
 import enum
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -218,9 +217,6 @@ def refuse_misspelt(step: Step) -> None:
         raise ScheduleError(f"{step}: + goes with L and D, and only with them")
 
 
-_WORD = re.compile(rf"\[(?:{'|'.join(kind.value for kind in PhaseKind)}) \d+(?:-\d+)?(?:\.\d+)?\]|\S+")
-
-
 def to_text(steps: Iterable[Step], phases: Sequence[Phase] = ()) -> str:
     """Returns the steps as text, `L0 B0.0 U0 D0`; with `phases`, each phase's name precedes its first step."""
     words: list[str] = []
@@ -231,24 +227,6 @@ def to_text(steps: Iterable[Step], phases: Sequence[Phase] = ()) -> str:
             current = step.phase
         words.append(str(step))
     return " ".join(words)
-
-
-def parse(text: str) -> list[Step]:
-    """Parses the text of `to_text`; phase names count the phases. Raises ScheduleError on any other word."""
-    steps: list[Step] = []
-    phase = -1
-    for word in _WORD.findall(text):
-        if " " in word:  # only a phase's name has one
-            phase += 1
-            continue
-        match = re.fullmatch(rf"([{''.join(verb.value for verb in Verb)}])(\d+)(?:\.(\d+))?(\+?)", word)
-        if not match:
-            raise ScheduleError(f"expected a step such as L0, L0+, F0.1, B0.1, U0 or D0; found {word!r}")
-        micro_batch = None if match[3] is None else int(match[3])
-        step = Step(Verb(match[1]), int(match[2]), micro_batch, max(phase, 0), bool(match[4]))
-        refuse_misspelt(step)
-        steps.append(step)
-    return steps
 
 
 FARTHEST = 4096

@@ -135,8 +135,6 @@ def _room(rooms: Rooms, key: Key) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """A buffer on the device."""
-
     flat: torch.Tensor
     key: Key | None = None
     """The graph that it holds whole."""

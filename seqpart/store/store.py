@@ -522,7 +522,6 @@ class Store:
 
     @contextmanager
     def _new_version(self, name: str, home: Home) -> Iterator[Path]:
-        """A context with the path of a new version of a home."""
         spare = self._spare(name, home)
         home.files.add(spare)
         try:

@@ -17,7 +17,7 @@ import torch
 
 from seqpart.data.labels import as_labels
 from seqpart.data.splits import ROWS_AT_ONCE, Split
-from seqpart.errors import DataError, OptionError
+from seqpart.errors import DataError, OptionError, first_line, refusing
 from seqpart.text import nearest, refuse_unusable
 from seqpart.zoo import images, text, tokenized
 from seqpart.zoo.libraries import called
@@ -40,16 +40,17 @@ def load(
     Raises DataError for missing or damaged files, OptionError for unknown names.
     """
     prefix, _, rest = name.partition(":")
-    if augment is not None and prefix != "imagefolder":
-        raise OptionError(f"--augment goes with --data imagefolder:DIR; found --data {name}.")
     if prefix in ("idx", "npz", "folder", "imagefolder", "text", "hf-text"):
         refuse_unusable("--data", Path(rest))
-    if image_size is not None and prefix not in ("folder", "imagefolder"):
-        raise OptionError(f"--image-size goes with --data folder:DIR or imagefolder:DIR; found --data {name}.")
+    for option, given, kinds in (
+        ("--augment", augment, {"imagefolder": "DIR"}), ("--image-size", image_size, {"folder": "DIR", "imagefolder": "DIR"}),
+        ("--context", context, {"text": "FILE", "hf-text": "FILE"}),
+    ):  # fmt: skip
+        if given is not None and prefix not in kinds:
+            of = " or ".join(f"{kind}:{place}" for kind, place in kinds.items())
+            raise OptionError(f"{option} goes with --data {of}; found --data {name}.")
     if image_size is not None and not 1 <= image_size <= LARGEST_IMAGE:
         raise OptionError(f"--image-size: expected pixels from 1 up, and at most {LARGEST_IMAGE}; found {image_size}.")
-    if context is not None and prefix not in ("text", "hf-text"):
-        raise OptionError(f"--context goes with --data text:FILE or hf-text:FILE; found --data {name}.")
     if name not in _MNISTS and (download or data_dir is not None):
         raise OptionError(f"--data-dir and --download go with {', '.join(_MNISTS)}; found --data {name}.")
     if name == "digits":
@@ -124,7 +125,7 @@ def _fetch(name: str, data_dir: Path) -> None:
     try:
         getattr(datasets, _MNISTS[name])(str(data_dir), download=True, **extra)
     except (RuntimeError, OSError) as error:
-        raise DataError(f"--data {name}: could not be fetched into {data_dir}: {str(error).splitlines()[0]}.") from None
+        raise DataError(f"--data {name}: could not be fetched into {data_dir}: {first_line(error)}.") from None
 
 
 def _idx(folder: Path, asked: str, *, prefix: str = "", turn: bool = False) -> tuple[Split, Split]:
@@ -251,13 +252,11 @@ def _npz(path: Path) -> tuple[Split, Split | None]:
 
 @contextmanager
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            yield archive
-    except DataError:
-        raise
-    except Exception as error:  # zipfile, zlib and numpy's header each have errors of their own: TokenError, RuntimeError, ...
-        raise DataError(f"{path} is damaged or not an npz file: {error}. Write it again with numpy.savez.") from error
+    cure = "Write it again with numpy.savez."
+    # zipfile, zlib and numpy's header each have errors of their own: TokenError, RuntimeError, ...
+    refusal = refusing(lambda error: DataError(f"{path} is damaged or not an npz file: {error}. {cure}"))
+    with refusal, zipfile.ZipFile(path) as archive:
+        yield archive
 
 
 def _npz_rows(path: Path, name: str) -> "tuple[tuple[int, ...], np.dtype[Any], Callable[[], Iterator[Array]]]":

@@ -20,6 +20,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,7 +70,7 @@ def load(folder: Path, image_size: int | None, augment: Augmentation | None) -> 
 
 def load_kept(folder: Path, image_size: int | None) -> tuple["Images", "Images"]:
     """Returns (training, test) images (3, height, width) of `folder:`, which are read once. Raises what `load` does."""
-    return _loaded(folder, "folder", (_resized(image_size), _resized(image_size)), None)
+    return _loaded(folder, "folder", (partial(_resized, image_size),) * 2, None)
 
 
 def _loaded(folder: Path, kind: str, changes: tuple[Change, Change], scale: Scale) -> tuple["Images", "Images"]:
@@ -218,14 +219,14 @@ def _rgb_of(path: Path) -> Any:
 def _changes(kind: str, size: int | None) -> tuple[Change, Change]:
     """Returns (the transform of training images, of test images)."""
     if kind == "none" or size is None:
-        return _resized(size), _resized(size)
+        return partial(_resized, size), partial(_resized, size)
     if kind == "cifar":
-        return _shifted(size), _resized(size)
-    return lambda image: _flipped(_to(image, size, random_box(*image.size))), _middle(size)
+        return partial(_shifted, size), partial(_resized, size)
+    return lambda image: _flipped(_to(image, size, random_box(*image.size))), partial(_middle, size)
 
 
-def _resized(size: int | None) -> Change:
-    return lambda image: image if size is None or image.size == (size, size) else _to(image, size)
+def _resized(size: int | None, image: Any) -> Any:
+    return image if size is None or image.size == (size, size) else _to(image, size)
 
 
 def _to(image: Any, size: int, box: tuple[float, float, float, float] | None = None) -> Any:
@@ -248,22 +249,16 @@ def random_box(width: int, height: int) -> tuple[int, int, int, int]:
     return left, top, left + across, top + down
 
 
-def _shifted(size: int) -> Change:
-    def change(image: Any) -> Any:
-        left, top = (random.randint(-_BORDER, _BORDER) for _ in range(2))
-        # Beyond its borders an image is black.
-        return _flipped(_resized(size)(image).crop((left, top, left + size, top + size)))
-
-    return change
+def _shifted(size: int, image: Any) -> Any:
+    left, top = (random.randint(-_BORDER, _BORDER) for _ in range(2))
+    # Beyond its borders an image is black.
+    return _flipped(_resized(size, image).crop((left, top, left + size, top + size)))
 
 
-def _middle(size: int) -> Change:
-    def change(image: Any) -> Any:
-        side = _SHOWN * min(image.size)
-        left, top = ((length - side) / 2 for length in image.size)
-        return _to(image, size, (left, top, left + side, top + side))
-
-    return change
+def _middle(size: int, image: Any) -> Any:
+    side = _SHOWN * min(image.size)
+    left, top = ((length - side) / 2 for length in image.size)
+    return _to(image, size, (left, top, left + side, top + side))
 
 
 def _flipped(image: Any) -> Any:

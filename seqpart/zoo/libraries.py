@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpart.errors import OptionError, SeqpartError
+from seqpart.errors import OptionError, SeqpartError, refusing
 from seqpart.model.weight_files import WeightFiles, matched, parameters_on_meta
 from seqpart.profile.initial_weights import untie
 
@@ -196,8 +196,7 @@ def _tried(what: str, make: Callable[[], nn.Module]) -> nn.Module:
     try:
         return make()
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise OptionError(f"--model {what}: the library refused: {type(error).__name__}: {reason}") from error
+        raise OptionError(f"--model {what}: the library refused: {_short(error)}") from error
 
 
 def called(name: str, option: str) -> Any:
@@ -215,15 +214,9 @@ def called(name: str, option: str) -> Any:
         raise OptionError(
             f"{option} {name}: {module_name} has no function {function_name!r}. It has {', '.join(public[:8]) or 'none'}."
         )
-    try:
+    cure = "It must run without arguments; --debug shows where it failed."
+    with refusing(lambda error: OptionError(f"{option} {name}: calling {function_name}() failed: {_short(error)}. {cure}")):
         return function()
-    except SeqpartError:
-        raise
-    except Exception as error:
-        raise OptionError(
-            f"{option} {name}: calling {function_name}() failed: {_short(error)}. "
-            "It must run without arguments; --debug shows where it failed."
-        ) from error
 
 
 def _module(name: str, asked: str) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from seqpart.data.splits import Split
-from seqpart.errors import DataError, OptionError
+from seqpart.errors import DataError, OptionError, first_line
 from seqpart.zoo.text import context_of, pieces, refuse_short, splits_of
 
 Encode = Callable[[str], list[int]]
@@ -50,8 +50,7 @@ def tokenizer(folder: Path | None) -> Encode:
     except ImportError as error:
         raise OptionError(f'--tokenizer {folder}: {error.name} is missing: pip install "seqpart[hf]".') from None
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise OptionError(f"--tokenizer {folder}: no tokenizer can be read there: {reason}") from error
+        raise OptionError(f"--tokenizer {folder}: no tokenizer can be read there: {first_line(error)}") from error
 
 
 def _of_file(path: Path) -> Encode:

@@ -365,6 +365,17 @@ def test_a_batch_that_cannot_be_padded_is_refused_and_the_session_goes_on(tmp_pa
             session.step(other)
 
 
+def test_a_session_measures_the_longest_row_of_an_example_without_labels(tmp_path):
+    """It looked for labels in these tensors, and refused them; `fit` takes them."""
+    rows = [torch.arange(1, 1 + length) for length in (2, LONGEST, 3, 4)]
+    model = nn.Sequential(nn.Embedding(TOKENS, 3), nn.Linear(3, 1))
+    options = {"mem_limit": "2GB", "method": "full", "batch_size": len(rows), "quiet": True, "offload_dir": tmp_path}
+    trainer = Trainer(model, lambda output: output.square().mean(), padding=Padding("longest"), **options)
+    with trainer.session(rows) as session:
+        assert session.step(pad_sequence(rows, True, 0)) > 0
+        assert session.step(rows[0].repeat(len(rows), 1)) > 0  # shorter ones are padded to that length
+
+
 def test_padded_rows_are_verified(tmp_path):
     options = {"mem_limit": "2GB", "batch_size": BATCH, "offload_dir": tmp_path, "padding": Padding("longest")}
     assert verify(made(), Texts(), steps=1, **options).tensors > 0

@@ -98,6 +98,21 @@ def test_a_long_stream_that_is_not_counted_begins_anew_where_it_ends(tmp_path, m
     assert begun[-3:] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["stream", "loader"])
+def test_a_stream_without_labels_is_told_the_epoch_too(wrapped, tmp_path):
+    """The wrapper that adds zeros as labels hid `set_epoch`: every epoch had the order of the first."""
+
+    class Unlabelled(Stream):
+        def __iter__(self):
+            return (x for x, _ in super().__iter__())
+
+    stream, begun = Unlabelled(1), []
+    stream.set_epoch = begun.append
+    data = DataLoader(stream, batch_size=10) if wrapped else stream
+    Trainer(net(), lambda output: output.square().mean(), **OPTIONS, epochs=2, output_dir=tmp_path / "run").fit(data)
+    assert begun[-2:] == [1, 2]
+
+
 def test_classes_that_are_not_among_the_first_rows_of_a_stream_are_no_surprise(tmp_path):
     stream = Stream(None, torch.zeros(50, dtype=torch.long))
     result = Trainer(net(), **OPTIONS, max_steps=30, output_dir=tmp_path / "run").fit(stream, (X, Y))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 
-from seqpart.device.usage import read_process, read_tree
+from seqpart.device.usage import held_by_tree, read_process
 from seqpart.errors import BadInput, DataError, DoesNotFit, OptionError, OutOfMemory
 from tests.augmented import BATCH, ROWS, WIDTH, Noisy, Streamed, Words, clean, mixed, padded, trained
 
@@ -32,11 +32,11 @@ def test_workers_are_in_the_limit_the_prediction_and_the_proof(tmp_path):
     for proof in (alone, two):
         assert not proof.violations
         assert -0.01 < proof.predicted / proof.peak - 1 < 0.05
-    assert abs(read_tree().held - read_process().held) < 4 << 20  # none is left
+    assert abs(held_by_tree(os.getpid()) - read_process().held) < 4 << 20  # none is left
 
 
 def test_too_little_room_means_fewer_workers_and_then_none(tmp_path):
-    held = read_tree().held
+    held = held_by_tree(os.getpid())
     result = trained(tmp_path, Noisy(), batch_size=BATCH, workers=4, mem_limit=int(held * 2.6) + (60 << 20))
     assert any("of 4 worker processes" in reason for reason in result.plan.reasons), result.plan.reasons
     assert result.proof.peak <= result.proof.limit

@@ -14,7 +14,7 @@ from seqpart import Trainer
 from seqpart.device.device import Device
 from seqpart.device.limit import WARM_UP_BYTES, enforced, growth_beside, measure_runtime, too_small, translate_oom, warm_up
 from seqpart.device.sampler import Proof, Sampler
-from seqpart.device.usage import HighWater, MemoryUsage, Reading, read_process
+from seqpart.device.usage import MemoryUsage, Reading, read_process
 from seqpart.errors import DataError, DoesNotFit, OptionError, OutOfMemory
 from seqpart.model.optimizers import chosen
 from seqpart.profile.fake_mode import LiveBytes
@@ -234,8 +234,8 @@ def test_the_runtime_is_measured_after_its_libraries_have_warmed_up():
 @pytest.mark.own_process
 def test_what_is_done_before_a_plan_takes_no_more_than_the_least_peak(tmp_path):
     """The disk was probed with 16 MB: for a moment, and a network of less was seen to pass its prediction."""
-    meter = HighWater(Device())
-    if not meter.works:
+    device = Device()
+    if not device.restart_peaks():
         pytest.skip("/proc is read-only: the kernel's mark cannot be set back")
 
     def work():
@@ -244,9 +244,10 @@ def test_what_is_done_before_a_plan_takes_no_more_than_the_least_peak(tmp_path):
 
     with Device().settled():  # as in a run: what was free before would hide what is taken
         work()  # libraries are loaded, and threads started
-        held = meter.restart()
+        device.restart_peaks()
+        held = device.allocated()
         work()
-        assert 1 << 20 < meter.peak() - held <= WARM_UP_BYTES
+        assert 1 << 20 < device.allocated_peak() - held <= WARM_UP_BYTES
 
 
 def test_the_proof_says_all_in_one_line():

@@ -14,7 +14,7 @@ from seqpart import Trainer
 from seqpart.device.caching_allocator import GRANULE, CachingAllocator
 from seqpart.device.device import DOWN, UP
 from seqpart.device.opening import open_device
-from seqpart.device.watching import Unordered
+from seqpart.device.ordering import Unordered
 from seqpart.errors import DoesNotFit, OptionError
 from seqpart.runtime.slots import Slots
 from seqpart.zoo.models import mlp

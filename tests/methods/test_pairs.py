@@ -23,13 +23,14 @@ from seqpart.model import SeparableLinear
 from seqpart.model.losses import element_pair, partially_separable
 from seqpart.model.tiling import separating
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import Position, Verb, parse, steps_of, to_text
+from seqpart.schedule.steps import Position, Verb, steps_of, to_text
 from seqpart.store.layout import Layout, TensorSpec
 from seqpart.verify.verification import verify
 from seqpart.zoo.models import psnet
 from tests.command import run
 from tests.exactly import split
 from tests.resuming import Killed, Stopping, ended, interrupt, kill
+from tests.schedule.parsing import parse
 
 pytestmark = pytest.mark.usefixtures("known_machine")
 

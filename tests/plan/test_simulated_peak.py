@@ -23,10 +23,11 @@ from seqpart.runtime.executor import Executor
 from seqpart.runtime.slots import Slots
 from seqpart.schedule.phase import PhaseKind
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import Position, StepDone, Verb, parse, steps_of, to_text
+from seqpart.schedule.steps import Position, StepDone, Verb, steps_of, to_text
 from seqpart.zoo.models import gpt, mlp
 from tests import exactly, forced, given, machine
 from tests.choice import only_quick
+from tests.schedule.parsing import parse
 
 ROWS, TEST_ROWS, CLASSES, WIDTH = 150, 40, 4, 128
 VOCABULARY, CONTEXT = 50, 8

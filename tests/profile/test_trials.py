@@ -16,7 +16,8 @@ from torch import nn
 
 from seqpart import DoesNotFit, Trainer
 from seqpart.device.device import Device
-from seqpart.device.usage import highest, read_process
+from seqpart.device.process_limits import highest
+from seqpart.device.usage import read_process
 from seqpart.errors import ModelError
 from seqpart.profile import trials
 from seqpart.profile.machine import Speeds

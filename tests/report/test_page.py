@@ -111,9 +111,9 @@ def test_the_seconds_of_the_steps_are_those_of_the_run(finished):
 def test_the_memory_over_time_reaches_the_peak_of_the_proof_and_covers_the_run(finished):
     found = read_run(finished)
     (curve,) = found.curves
-    peak = found.result["proof"]["peak"]  # also of the average's evaluation, a run of its own that comes after
+    peak = found.result.proof.peak  # also of the average's evaluation, a run of its own that comes after
     assert 0.98 * peak <= max(held for _, held in curve.points) <= peak
-    assert curve.limit == found.result["proof"]["limit"] == 2 * 10**9
+    assert curve.limit == found.result.proof.limit == 2 * 10**9
     assert [at for at, _ in curve.points] == sorted(at for at, _ in curve.points)
     assert abs(curve.points[-1][0] - found.seconds) < 1.5
 

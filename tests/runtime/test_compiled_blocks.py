@@ -233,8 +233,8 @@ def test_a_limit_without_room_for_the_compiler_is_refused_with_one_that_has_room
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"method": "sil"}, "--compile goes with method auto, streamed"),
-        ({"method": "psl"}, "--compile goes with method auto, streamed"),
+        ({"method": "sil"}, "--compile goes with --method auto, streamed"),
+        ({"method": "psl"}, "--compile goes with --method auto, streamed"),
         ({"method": "streamed", "tile": "16MB"}, "--compile does not go with --tile"),
         ({"method": "full", "unfreeze": "head.*=epoch 1"}, "--compile does not go with --unfreeze"),
         ({"method": "full", "device": "sim"}, "--compile goes with the CPU"),

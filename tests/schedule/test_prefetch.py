@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import seqpart.schedule.steps as lookahead
-from seqpart.schedule.steps import Lookahead, Step, Verb, parse
+from seqpart.schedule.steps import Lookahead, Step, Verb
+from tests.schedule.parsing import parse
 
 steps_of = st.lists(st.builds(Step, st.sampled_from([Verb.LOAD, Verb.UPDATE, Verb.DROP]), st.integers(0, 3)), max_size=30)
 sets = st.sets(st.integers(0, 3))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from seqpart.schedule.phase import EpochSlice, Phase, PhaseKind
 from seqpart.schedule.phases import Phases, Rounds, counted, last_trainings
 from seqpart.schedule.progress import Progress, checked
-from seqpart.schedule.steps import Position, Verb, parse, steps_of, to_text
+from seqpart.schedule.steps import Position, Verb, steps_of, to_text
+from tests.schedule.parsing import parse
 
 SPLIT = Phase(kind=PhaseKind.SPLIT, partition=0, rows=1, batch=1, micro_batch=1)
 MERGE = replace(SPLIT, kind=PhaseKind.MERGE)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from seqpart.errors import ScheduleError
 from seqpart.schedule.phase import Order, Phase, PhaseKind
 from seqpart.schedule.progress import checked
-from seqpart.schedule.steps import Position, Step, Verb, parse, steps_of, to_text
+from seqpart.schedule.steps import Position, Step, Verb, steps_of, to_text
+from tests.schedule.parsing import parse
 
 phases_of = st.builds(
     Phase,

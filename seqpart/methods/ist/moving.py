@@ -54,12 +54,14 @@ def split(
         for spec in store.layout(whole).specs:
             cut, start = cut_of(spec.name), 0
             chosen = [_chosen(cut, own) for own in units]
+            for sink in sinks:
+                sink.begin(spec.name)
             for rows in _rows_of(spec, source):
                 for sink, (own_rows, own_columns) in zip(sinks, chosen, strict=True):
-                    sink.append(spec.name, _picked(rows, start, own_rows, own_columns))
+                    sink.append(_picked(rows, start, own_rows, own_columns))
                 start += len(rows)
         for sink in sinks:
-            sink.finish()
+            sink.begin(None)
         source.close()
 
 
@@ -174,27 +176,19 @@ class _PartSink:
     """A part's home while it is written; also writes the tensors of unit numbers, which the whole network does not have."""
 
     def __init__(self, sink: Sink, layout: Layout, units: Sequence[Ints], layer_of: Mapping[str, int]) -> None:
-        self._sink, self._units, self._layer_of = sink, units, layer_of
-        self._names = [spec.name for spec in layout.specs]
-        self._at = -1
+        self._sink, self._specs, self._units, self._layer_of = sink, iter(layout.specs), units, layer_of
 
-    def append(self, name: str, rows: Rows) -> None:
-        if self._at < 0 or self._names[self._at] != name:
-            self._at += 1
-            self._numbers()
-            assert self._names[self._at] == name, f"expected the tensor {self._names[self._at]}; found {name}"
+    def begin(self, name: str | None) -> None:
+        """Starts with the tensor `name`, after the unit numbers before it; None: ends."""
+        for spec in self._specs:
+            if spec.name == name:
+                return
+            assert spec.name in self._layer_of, f"expected the tensor {name}; found {spec.name}"
+            self.append(self._units[self._layer_of[spec.name]])
+        assert name is None, f"expected the tensor {name}; found the end"
+
+    def append(self, rows: np.ndarray[Any, np.dtype[Any]]) -> None:
         self._sink.append(_bytes(rows))
-
-    def _numbers(self) -> None:
-        while self._at < len(self._names) and self._names[self._at] in self._layer_of:
-            units = self._units[self._layer_of[self._names[self._at]]]
-            self._sink.append(_bytes(units))
-            self._at += 1
-
-    def finish(self) -> None:
-        self._at += 1
-        self._numbers()
-        assert self._at == len(self._names), "a part has tensors that the whole network does not have"
 
 
 class _PartSource:
