@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from seqpart.device.pages import round_up
-from seqpart.errors import DataError
+from seqpart.errors import DataError, first_line
 
 _NEAR = 0.8
 """Similarity from which on a name counts as misspelled: a forward with **kwargs would accept it, and not use it."""
@@ -213,4 +213,4 @@ def _tensor(part: Any, where: str, name: str | None) -> torch.Tensor:
         return as_tensor(part).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         of = f" in {name}" if name else ""
-        raise DataError(f"{where}: expected numbers of one shape{of}: {str(error).splitlines()[0]}") from None
+        raise DataError(f"{where}: expected numbers of one shape{of}: {first_line(error)}") from None

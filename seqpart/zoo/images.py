@@ -182,13 +182,15 @@ class Images:
     @property
     def samples(self) -> list[tuple[str, int]]:
         """(file, class) of each image."""
-        return [(str(self._folder / name.decode()), int(label)) for name, label in zip(self._names, self.targets, strict=True)]
+        return [
+            (str(self._folder / os.fsdecode(name)), int(label)) for name, label in zip(self._names, self.targets, strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self._names)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image = self._change(_rgb_of(self._folder / self._names[index].decode()))
+        image = self._change(_rgb_of(self._folder / os.fsdecode(self._names[index])))
         pixels = np.asarray(image, np.float32).transpose(2, 0, 1) / np.float32(255)
         if self._scale is not None:
             pixels = (pixels - self._scale[0]) / self._scale[1]

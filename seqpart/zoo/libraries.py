@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqpart.errors import OptionError, SeqpartError, refusing
+from seqpart.errors import OptionError, SeqpartError, first_line, refusing
 from seqpart.model.weight_files import WeightFiles, matched, parameters_on_meta
 from seqpart.profile.initial_weights import untie
 
@@ -234,4 +234,4 @@ def _module(name: str, asked: str) -> Any:
 
 
 def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    return f"{type(error).__name__}: {first_line(error) or 'no message'}"

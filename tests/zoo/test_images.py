@@ -1,5 +1,6 @@
 """`imagefolder:DIR`: real files of images, read anew in every epoch, with augmentation."""
 
+import os
 import random
 
 import numpy as np
@@ -51,6 +52,13 @@ def test_without_splits_every_fifth_image_is_a_test_row(tmp_path):
     write_images(tmp_path, 5)
     train, test = datasets.load(f"imagefolder:{tmp_path}", augment="none")
     assert (train.targets.tolist(), test.targets.tolist()) == ([0] * 4 + [1] * 4, [0, 1])
+
+
+def test_a_file_s_name_may_be_of_any_bytes(tmp_path):
+    write_images(tmp_path, 5)
+    (tmp_path / "cat" / "0.png").rename(os.fsdecode(bytes(tmp_path / "cat") + b"/\xe9\xff.png"))
+    train, _ = datasets.load(f"imagefolder:{tmp_path}", augment="none")
+    assert len([train[number] for number in range(len(train))]) == len(train.samples) == 8
 
 
 def test_without_augmentation_pixels_are_those_of_the_file(folder):
