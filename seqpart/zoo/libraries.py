@@ -234,4 +234,4 @@ def _module(name: str, asked: str) -> Any:
 
 
 def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error) or 'no message'}"
+    return f"{type(error).__name__}: {first_line(error)}"
