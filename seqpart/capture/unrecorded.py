@@ -166,15 +166,11 @@ class HiddenPaths:
         for tensor in given:
             of = self._of.get(id(tensor))
             maker = of[1] if of is not None and of[0]() is tensor else None
-            own = id(tensor) in self._names or id(tensor) in self._taken or maker == call
-            if (
-                id(tensor) in self._names
-                and id(tensor) not in self._own
-                and id(tensor) not in self._taken
-                and tensors_in(found)
-            ):
-                self._why = f"it uses {self._names[id(tensor)]}, which is another layer's"
-            if not own and (maker is not None or id(tensor) in between):
+            named, own = self._names.get(id(tensor)), id(tensor) in self._own or id(tensor) in self._taken or maker == call
+            if named is not None:
+                if not own and tensors_in(found):
+                    self._why = f"it uses {named}, which is another layer's"
+            elif not own and (maker is not None or id(tensor) in between):
                 source = f"a call of {self._layers[maker]}" if maker is not None else "the model"
                 self._why = f"it uses a tensor that {source} computed, and that it does not get from its caller"
             follows = follows or id(tensor) in self._taken or maker is not None or isinstance(tensor, nn.Parameter)
