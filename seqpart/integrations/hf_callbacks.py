@@ -13,7 +13,7 @@ from transformers.trainer_callback import (
     TrainerState,
 )
 
-from seqpart.callbacks import EpochEvent, EvalEvent, StepEvent
+from seqpart.callbacks import BeginEvent, EpochEvent, EvalEvent, StepEvent
 from seqpart.errors import OptionError
 from seqpart.integrations.hf_arguments import Lengths
 from seqpart.schedule.best import Evaluated
@@ -94,8 +94,11 @@ class Relay:
         """Mean loss over the updates of this training."""
         return self._total / self.steps if self.steps else float("nan")
 
-    def on_step(self, event: StepEvent) -> None:
+    def on_begin(self, event: BeginEvent) -> None:
         self._epoch_begins()
+
+    def on_step(self, event: StepEvent) -> None:
+        self._epoch_begins()  # of a run that goes on
         self.state.global_step, self.state.epoch = event.update, self._lengths.epochs_after(event.update)
         self._losses.append(event.loss)
         self._total, self.steps = self._total + event.loss, self.steps + 1
@@ -110,7 +113,9 @@ class Relay:
         self._epoch_begins()
         self.state.epoch = float(event.epoch)
         if not self._evaluates_by_steps or self.state.global_step % self.state.eval_steps:
-            self._epoch_ends()  # else behind the evaluation
+            self._epoch_ends()  # else after the evaluation
+            if self._arguments.eval_strategy != "epoch":
+                self._next_epoch_begins()
         self._ends(event)
 
     @property
@@ -124,8 +129,9 @@ class Relay:
             self.evaluated(found | whole)
             every |= found
         self._note_best(every)
-        if self._evaluates_by_steps and not event.epoch % 1:
+        if not event.epoch % 1:
             self._epoch_ends()
+            self._next_epoch_begins()
         self._ends(event)
 
     def recall(self, earlier: Iterable[Evaluated]) -> None:
@@ -153,6 +159,10 @@ class Relay:
         if not self._in_epoch:
             self._in_epoch = True
             self._call("on_epoch_begin")
+
+    def _next_epoch_begins(self) -> None:
+        if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+            self._epoch_begins()
 
     def _epoch_ends(self) -> None:
         if self._in_epoch:

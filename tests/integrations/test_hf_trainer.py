@@ -165,6 +165,21 @@ def test_callbacks_are_called_as_in_transformers(tmp_path):
     assert called[0] == called[1]
 
 
+class Thawing(transformers.TrainerCallback):
+    """Trains the classifier in the second of three epochs alone."""
+
+    def on_epoch_begin(self, args, state, control, model=None, **_):
+        model.classifier.requires_grad_(state.epoch == 1)
+
+
+@pytest.mark.parametrize("evaluation", [{}, {"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 3}], ids=str)
+def test_what_a_callback_freezes_as_an_epoch_begins_is_frozen_in_its_first_update(evaluation, tmp_path):
+    """on_epoch_begin was called after it."""
+    asked = {"num_train_epochs": 3, **evaluation}
+    (_, expected), (_, found) = (trained(tmp_path, whose, callbacks=[Thawing()], **asked) for whose in TRAINERS)
+    same_weights(found, expected)
+
+
 def stop(state, control):
     control.should_training_stop = state.global_step == 2
 
