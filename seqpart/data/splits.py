@@ -31,6 +31,7 @@ from seqpart.capture.inputs import (
 )
 from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
 from seqpart.errors import DataError, refusing
+from seqpart.model.loss_probe import generators
 from seqpart.model.losses import label_dtype
 
 
@@ -353,24 +354,30 @@ def targets_of(items: Any) -> Any:
 
 
 def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
-    """True if some items have other labels than `targets`. Raises DataError if an item changes between two reads."""
-    chosen = spread(len(items), READ_TWICE)
+    """True if some items have other labels than `targets`. Raises UnstableRows if an item changes between two reads, or draws
+    random numbers."""
+    chosen, drawn = spread(len(items), READ_TWICE), _random_states()
     read = {i: _row(items, i, name, form) for i in chosen}
+    draws = _random_states() != drawn
     first = {i: _digest(row, label) for i, (row, label) in read.items()}
     labels = {i: plain(label) for i, (_, label) in read.items()}
     del read
     for i in chosen:
-        if _digest(*_row(items, i, name, form)) != first[i]:
+        if draws or _digest(*_row(items, i, name, form)) != first[i]:
             raise UnstableRows(
-                f"{name} data: item {i} is another one when it is read again: does the data set change items at random "
-                "(augmentation)? Rows are read once and kept, so every epoch would see the same draw. Give the data set "
-                "without that, and let the model's first block augment, which draws again in every epoch; or keep one draw on "
-                "purpose: [data[i] for i in range(len(data))]."
+                f"{name} data: item {i} is another one when it is read again, or draws random numbers: does the data set change "
+                "items at random (augmentation)? Rows are read once and kept, so every epoch would see the same draw. Give the "
+                "data set without that, and let the model's first block augment, which draws again in every epoch; or keep one "
+                "draw on purpose: [data[i] for i in range(len(data))]."
             )
     if targets is None:
         return True
     given = {i: label for i, label in labels.items() if label is not None}
     return any(not np.array_equal(label, plain(targets[i])) for i, label in given.items())
+
+
+def _random_states() -> tuple[object, ...]:
+    return *generators(), torch.get_rng_state().numpy().tobytes()
 
 
 def _digest(row: torch.Tensor, label: Any) -> int:

@@ -324,6 +324,7 @@ class Augmented(Items):
 RANDOM = {
     "noise": lambda x, y: (x + torch.randn_like(x), y),
     "a flip now and then": lambda x, y: (x.flip(0) if torch.rand(()) < 0.3 else x, y),
+    "a change so rare that no item had it": lambda x, y: (x.flip(0) if random.random() < 1e-9 else x, y),
     "numpy's numbers": lambda x, y: (x + np.random.default_rng().normal(), y),
     "python's numbers": lambda x, y: (x * random.random(), y),
     "labels": lambda x, y: (x, int(torch.randint(3, ()))),
