@@ -365,10 +365,10 @@ def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
     for i in chosen:
         if draws or _digest(*_row(items, i, name, form)) != first[i]:
             raise UnstableRows(
-                f"{name} data: item {i} is another one when it is read again, or draws random numbers: does the data set change "
-                "items at random (augmentation)? Rows are read once and kept, so every epoch would see the same draw. Give the "
-                "data set without that, and let the model's first block augment, which draws again in every epoch; or keep one "
-                "draw on purpose: [data[i] for i in range(len(data))]."
+                f"{name} data: item {i} is another one when it is read again, or draws random numbers: does the data set "
+                "change items at random (augmentation)? Rows are read once and kept, so every epoch would see the same draw. "
+                "Give the data set without that, and let the model's first block augment, which draws again in every epoch; or "
+                "keep one draw on purpose: [data[i] for i in range(len(data))]."
             )
     if targets is None:
         return True

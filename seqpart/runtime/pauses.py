@@ -141,6 +141,8 @@ class Pauses:
         every = [module for part in parts for module in part.modules()]
         self._held: list[Mapping[str, Any]] = [held for one in every for held in (one._parameters, one._buffers, one._modules)]
         """The parameters, the buffers, or the modules in each module by name."""
+        self._rows = {id(one._modules) for one in every if isinstance(one, nn.Sequential | nn.ModuleList | nn.ModuleDict)}
+        """Ids of those in which a module that is added would run too."""
         self._modules = [one for one in modules if type(one).train is nn.Module.train and not stays(one)]
         """Modules that are in training mode, or in evaluation, all together."""
         self._own: list[_Own] = []
@@ -201,7 +203,7 @@ class Pauses:
         """A context in which the user's code runs. Raises ModelError if it unfroze parameters that the plan has no room for, or
         changed the mode of some modules."""
         before, modes = [own.parameter.requires_grad for own in self._own], [one.training for one in self._modules]
-        parts = [(held, name, part) for held in self._held for name, part in held.items()]
+        parts = [(held, dict(held)) for held in self._held]
         for own in self._own:
             own.parameter.requires_grad_(own.learns)
         away, options = [*self._taken()], [(one, _options(one)) for one in self._optimizers()]
@@ -212,12 +214,13 @@ class Pauses:
                 self._obey(self._given_back(away, before))  # a run that goes on after the error must know it
             raise
         wanted = self._given_back(away, before)
-        for held, name, part in parts:
-            if held.get(name) is not part:
-                kind = "module" if isinstance(part, nn.Module) else "tensor"
+        for held, part in parts:
+            names = part.keys() | (held.keys() if id(held) in self._rows else ())
+            for name in (name for name in names if held.get(name) is not part.get(name)):
+                kind = "module" if isinstance(part.get(name, held.get(name)), nn.Module) else "tensor"
                 raise ModelError(
-                    f"another {kind} was put in the place of {name!r} during a run, which trains the one that the model came "
-                    "with. Change the model before the run, or end a session, and begin another."
+                    f"another {kind} was put in the place of {name!r} during a run, or added by that name. It trains what the "
+                    "model came with. Change the model before the run, or end a session, and begin another."
                 )
         now = [one.training for one in self._modules]
         if now != modes and len({*now}) > 1:  # a model that is put in one mode as a whole is put in another for the next pass

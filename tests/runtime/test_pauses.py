@@ -453,3 +453,13 @@ def test_a_tensor_or_a_module_that_is_put_in_the_place_of_another_is_refused(met
             model.b = nn.Linear(16, 16)
         with pytest.raises(ModelError, match=r"another (tensor|module) was put in the place of '\w+' during a run"):
             session.step(BATCHES[1])
+
+
+def test_a_layer_that_is_added_between_two_steps_is_refused():
+    """It was left out of the training, and was in the model afterwards."""
+    model = nn.Sequential(net(), nn.Tanh())
+    with trainer(model, "full").session(BATCHES[0]) as session:
+        session.step(BATCHES[0])
+        model.append(nn.Tanh())
+        with pytest.raises(ModelError, match="another module was put in the place of '2' during a run, or added"):
+            session.step(BATCHES[1])
