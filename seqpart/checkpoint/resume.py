@@ -163,7 +163,8 @@ class ResumePoint:
         rows = {} if state.session else changes.row_digests(planner.train, planner.test)
         self.remarks += changes.refuse_other_rows(self.root, state.rows, rows)
         for name, was in (state.functions or {}).items():
-            if (now := planner.functions.get(name)) != was:
+            now = planner.functions[name]
+            if now != was and not now.startswith(f"{was}("):  # a name alone is of an earlier version
                 raise OptionError(
                     f"--resume: {self.root} was trained with {name} {was}, and this run has {now}. Give the same, or start "
                     "again elsewhere."

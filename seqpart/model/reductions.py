@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart.errors import DataError, OptionError
+from seqpart.model.inspection import is_plain, settings_of
 from seqpart.model.loss_chunks import LossInChunks
 from seqpart.model.loss_probe import cure_of, generators_left_alone, judging, refuse_borrowed, seed_all
 from seqpart.model.losses import (
@@ -39,6 +40,7 @@ from seqpart.model.losses import (
     token_cross_entropy,
     without_ones,
 )
+from seqpart.model.tensors import tensors_of
 from seqpart.schedule.phase import Span
 
 Counts = Callable[[torch.Tensor], Any]
@@ -554,3 +556,25 @@ _CURE = (
 def name_of(loss: object) -> str:
     """Returns what messages call a loss."""
     return str(getattr(loss, "called", getattr(loss, "__qualname__", type(loss).__qualname__)))
+
+
+def name_with_settings(loss: object) -> str:
+    """Identifies a loss, as far as that can be seen: a module with its settings and tensors, a partial with its arguments."""
+    name, given = getattr(loss, "__qualname__", type(loss).__qualname__), dict[str, object]()
+    if isinstance(loss, nn.Module):
+        name, given = f"{name}({', '.join(settings_of(loss))}", dict(tensors_of(loss))
+    elif isinstance(loss, functools.partial):
+        name, given = f"{name}({name_of(loss.func)}", loss.keywords
+    else:
+        return name
+    return f"{name}{''.join(f', {own}={_shown(value)}' for own, value in given.items())})"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist()) if value.numel() < _SHOWN else f"{tuple(value.shape)}"
+    return repr(value) if is_plain(value) else type(value).__name__
+
+
+_SHOWN = 1000
+"""Fewest numbers of a tensor that is known by its shape alone."""

@@ -44,7 +44,7 @@ from seqpart.model.optimizers import (
     rounding,
     scheduled,
 )
-from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, reduction_of
+from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, name_with_settings, reduction_of
 from seqpart.model.scheduler import Whole, refuse_unfit
 from seqpart.model.tiling import starts_of
 from seqpart.plan.plan import Plan, PlanRequest
@@ -471,7 +471,7 @@ class Inputs:
         optimizer, loss = self._optimizer, self._final_loss
         return {
             "optimizer": f"{optimizer.name} {optimizer.options}" if optimizer is not None else "of the settings",
-            "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
+            "loss": name_with_settings(loss),
         }
 
     @property

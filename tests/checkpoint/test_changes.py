@@ -18,6 +18,7 @@ from tests.runtime.test_same_as_plain import plain_modules
 
 import torch  # isort: skip
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -197,3 +198,23 @@ def test_a_run_does_not_go_on_with_another_optimizer_or_loss_function(tmp_path):
     reporter = Stopping()
     assert trainer(rate=0.01).fit(rows, rows, resume=tmp_path / "run", reporter=reporter).weights.exists()
     assert any("the optimizer's options were" in text and "0.01" in text for text in reporter.said)
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, lambda **options: partial(nn.functional.cross_entropy, **options)])
+def test_a_run_does_not_go_on_with_another_weight_or_setting_of_its_loss(kind, tmp_path):
+    """Only its name was compared."""
+
+    def trainer(**options):
+        blocks = [lambda: nn.Linear(12, 12), lambda: nn.Linear(12, 4)]
+        trained = {"method": "streamed", "partitions": 2, "epochs": 2, "batch_size": 8, "quiet": True, "micro_batch_size": 8}
+        return Trainer(blocks, kind(**options), mem_limit="2GB", **trained)
+
+    rows, weight = classified(24, (12,), 4), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    first = trainer(weight=weight)
+    first.settings = replace(first.settings, output_dir=tmp_path / "run")
+    with pytest.raises(Interrupted):
+        first.fit(rows, reporter=Stopping(12))
+    for other in ({}, {"weight": weight + 1}, {"weight": weight, "label_smoothing": 0.1}):
+        with pytest.raises(OptionError, match="was trained with loss .*2.0, 3.0"):
+            trainer(**other).fit(rows, resume=tmp_path / "run")
+    assert trainer(weight=weight).fit(rows, resume=tmp_path / "run").weights.exists()
