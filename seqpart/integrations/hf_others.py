@@ -10,6 +10,7 @@ import transformers
 from torch.utils.data import DataLoader, Sampler, Subset
 from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from seqpart.data.padding import TOKENS, ZEROS, Padding
 from seqpart.data.source import generators_kept, seed_generators
@@ -108,7 +109,8 @@ class _Adopted(Trainer):
 
     def _order(self, data: Any, lengths: Lengths) -> Sampler[int]:
         order = _Batched(self._train_loader, self.args.per_device_train_batch_size, lengths.rows)
-        order.refuse_drawn()
+        if not isinstance(getattr(self._train_loader.batch_sampler, "sampler", None), LengthGroupedSampler):
+            order.refuse_drawn()  # group_by_length is told apart (docs/huggingface.md, Differences)
         return order
 
 

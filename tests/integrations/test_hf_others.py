@@ -322,6 +322,13 @@ def test_a_plain_loader_that_the_arguments_contradict_or_that_draws_is_refused(w
         under_limit(loading(tmp_path, REFUSED_LOADERS[words]), **STREAMED).train()
 
 
+def test_rows_of_transformers_own_that_are_grouped_by_length_are_taken_in_another_order(tmp_path):
+    """Theirs is drawn from the process's random numbers; docs/huggingface.md lists the difference."""
+    args = arguments(tmp_path, train_sampling_strategy="group_by_length")
+    trainer = transformers.Trainer(little_model(), args, train_dataset=little_rows())
+    assert under_limit(trainer, **STREAMED).train().global_step == 3
+
+
 class Stepping(transformers.Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         return super().training_step(model, inputs, num_items_in_batch)
