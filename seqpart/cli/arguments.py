@@ -46,7 +46,8 @@ _YAML = (".yaml", ".yml")
 def read_config(path: Path) -> dict[str, Any]:
     """Returns the file's table. Raises OptionError if it cannot be read, or does not match its suffix."""
     if path.suffix.lower() not in _YAML:
-        return read_table("--config", path)
+        others = "" if path.suffix.lower() == ".toml" else " (options are read from TOML, and from YAML in a .yaml file)"
+        return read_table("--config", path, f"TOML{others}")
     try:
         return read_table("--config", path, "YAML", _from_yaml)
     except ModuleNotFoundError:

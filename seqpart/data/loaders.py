@@ -192,19 +192,29 @@ def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
     if not streams:
         sampler, shuffles = _order_of(loader.sampler, count)
         rows = count if sampler is None else len(loader.sampler)  # type: ignore[arg-type]
+    sampled = 0 if sampler is None else rows
+    if sampler is not None and not rows:
+        raise DataError(f"{name} data: the set is empty: the DataLoader's sampler has len() 0. Give at least one row.")
     if loader.drop_last and not (streams and not count):
-        if rows < batch:
-            raise DataError(f"{where} has drop_last, {rows} rows and batches of {batch}: nothing is left of them.")
-        rows -= rows % batch
+        rows = _in_whole_batches(rows, batch, name)
     if streams and not count and loader.drop_last:
         rows = _FLOOR
     generator = loader.generator
     return Source(
         items=items, name=name, count=count, rows=rows, streams=streams, batch=batch, shuffles=shuffles, sampler=sampler,
-        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
+        sampled=sampled, collate=None if loader.collate_fn is default_collate else loader.collate_fn,
         seed=generator.initial_seed() if generator is not None else None,
         workers=loader.num_workers, begin_worker=loader.worker_init_fn,
     )  # fmt: skip
+
+
+def _in_whole_batches(rows: int, batch: int, name: str) -> int:
+    """Returns `rows` without those of an incomplete last batch. Raises DataError if none are left."""
+    if rows < batch:
+        raise DataError(
+            f"{name} data: the DataLoader has drop_last, {rows} rows and batches of {batch}: nothing is left of them."
+        )
+    return rows - rows % batch
 
 
 def _order_of(sampler: Any, count: int) -> tuple[Any, bool]:
@@ -321,7 +331,7 @@ def counted(source: Source, most: int | None = None) -> Source:
                 last_written = time.monotonic()
     except Exception as error:
         raise DataError(f"{source.name} data: cannot be read: {type(error).__name__}: {error}.") from error
-    rows = count - count % source.batch if source.rows == _FLOOR else count
+    rows = _in_whole_batches(count, source.batch, source.name) if count and source.rows == _FLOOR else count
     return counted(replace(source, count=count, rows=rows)) if count else counted(replace(source, streams=False))
 
 

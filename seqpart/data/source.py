@@ -95,6 +95,8 @@ class Source:
     """True for a stream whose rows are not counted: at its end it begins again, and all its passes are one."""
     sampler: Any = None
     """The user's own sampler: the order of an epoch."""
+    sampled: int = 0
+    """Numbers that `sampler` gives for an epoch, with those that drop_last leaves out."""
     seed: int | None = None
     """Seed of the loader's own generator."""
     workers: int = 0
@@ -116,9 +118,10 @@ class Source:
         if self.sampler is None:
             return shuffled(draws, self.count)
         found = np.fromiter(_asked(self.sampler, draws), np.int64)
-        if len(found) < self.rows:
+        if len(found) != self.sampled:
             raise DataError(
-                f"{self.name} data: the sampler gave {len(found)} numbers in epoch {draws.epoch}; its len() says {self.rows}."
+                f"{self.name} data: the sampler gave {len(found)} numbers in epoch {draws.epoch}; its len() said "
+                f"{self.sampled}. Let __len__ say how many there are, the same number in every epoch."
             )
         if len(found) and not 0 <= int(found.min()) <= int(found.max()) < self.count:
             raise DataError(f"{self.name} data: the sampler gave numbers beyond 0..{self.count - 1}, the items that there are.")

@@ -3,15 +3,17 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import chain, islice
 from typing import Any, Unpack
 
 import transformers
 from torch.utils.data import DataLoader, Sampler, Subset
 from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from seqpart.data.padding import TOKENS, ZEROS, Padding
-from seqpart.data.source import generators_kept
+from seqpart.data.source import generators_kept, seed_generators
 from seqpart.errors import DataError, OptionError
 from seqpart.integrations import hf_data
 from seqpart.integrations.hf import Trainer
@@ -84,6 +86,8 @@ class _Adopted(Trainer):
         hf_data.refuse_unknown(data, name)
         found = {"eval_dataset": self._theirs.get_eval_dataloader, "test_dataset": self._theirs.get_test_dataloader}
         loader = found[name](data) if name in found else self._train_loader
+        if loader.batch_sampler is None:
+            raise DataError(f"{name}: the loader has batch_size=None, and its items are no rows. Give it a batch_size.")
         rows = loader.dataset
         with generators_kept():
             first = loader.collate_fn([rows[0]])
@@ -104,7 +108,10 @@ class _Adopted(Trainer):
         return replace(padding, values={**tokens, **zeros, **padding.values})
 
     def _order(self, data: Any, lengths: Lengths) -> Sampler[int]:
-        return _Batched(self._train_loader, self.args.per_device_train_batch_size, lengths.rows)
+        order = _Batched(self._train_loader, self.args.per_device_train_batch_size, lengths.rows)
+        if not isinstance(getattr(self._train_loader.batch_sampler, "sampler", None), LengthGroupedSampler):
+            order.refuse_drawn()  # group_by_length is told apart (docs/huggingface.md, Differences)
+        return order
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +140,36 @@ class _Batched(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, from 1."""
-        self._loader.set_epoch(epoch - 1)  # type: ignore[attr-defined]
+        if hasattr(self._loader, "set_epoch"):  # as transformers asks: a plain DataLoader's own sampler is told nothing
+            self._loader.set_epoch(epoch - 1)
 
     def __len__(self) -> int:
         return self._rows
 
     def __iter__(self) -> Iterator[int]:
-        left = self._rows
-        for batch in self._loader.batch_sampler or ():
-            if len(batch) != min(self._size, left):
-                break
-            left -= len(batch)
-            yield from batch
-        if left:
+        expected = [min(self._size, self._rows - at) for at in range(0, self._rows, self._size)]
+        batches = [list(batch) for batch in islice(self._loader.batch_sampler or (), len(expected) + 1)]
+        if (found := [len(batch) for batch in batches]) != expected:
             raise DataError(
-                f"train_dataset: expected batches of {self._size} rows up to the last, {self._rows} rows in all; found other "
-                "ones in the batch sampler. Give one that takes every row, in whole batches."
+                f"train_dataset: expected {self._rows} rows in batches of {self._size}, as per_device_train_batch_size and "
+                f"dataloader_drop_last say; the loader gives {sum(found)} rows or more, in batches of {max(found, default=0)}. "
+                "Let the arguments say what the loader does, and its sampler give as many rows as there are."
+            )
+        yield from chain.from_iterable(batches)
+
+    def refuse_drawn(self) -> None:
+        """Raises DataError for an order that no epoch's number decides."""
+        orders = []
+        with generators_kept():
+            for seed in range(2):
+                seed_generators(seed)
+                self.set_epoch(1)
+                orders.append(list(self))
+        if orders[0] != orders[1]:
+            raise DataError(
+                "train_dataset: the loader's sampler draws an order from random numbers that go on from epoch to epoch, and a "
+                "killed run could not resume. Give one whose order an epoch's number decides (by set_epoch, in a loader of "
+                "accelerator.prepare), or leave get_train_dataloader to transformers."
             )
 
 

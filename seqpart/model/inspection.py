@@ -124,8 +124,9 @@ def cure_of_tokens(error: str, dtype: torch.dtype) -> str:
 
 _OTHER_WORDS = {
     "SparseTensorImpl": (
-        "its gradients are sparse, and cannot be stored here",
-        "Give nn.Embedding or nn.EmbeddingBag sparse=False: the same gradients, with their zeros.",
+        "it makes sparse tensors (gradients, or weights for one call), which cannot be stored here",
+        "Give nn.Embedding or nn.EmbeddingBag sparse=False: the same gradients, with their zeros. Another layer of that kind "
+        "cannot be trained here.",
     ),
     "modified by an inplace operation": (
         "an operation in place changes a tensor from which a gradient is computed later",

@@ -325,6 +325,17 @@ class Hooks(nn.Linear):
         return found
 
 
+class Scattered(nn.Linear):
+    """A few learned numbers are added to its weight, as in peft's SHiRA, for which sparse=False was the cure."""
+
+    def __init__(self):
+        super().__init__(8, 3)
+        self.few = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return F.linear(x, self.weight + torch.sparse_coo_tensor(torch.tensor([[0, 2], [1, 5]]), self.few, (3, 8)))
+
+
 @pytest.mark.parametrize(
     ("build", "x", "words"),
     [
@@ -332,8 +343,9 @@ class Hooks(nn.Linear):
         (Net, torch.eye(32, 8).to_sparse(), r"expected x with all its numbers; .* x.to_dense\(\)"),
         (
             lambda: nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Flatten(), nn.Linear(32, 3)), torch.zeros(32, 4).long(),
-            "its gradients are sparse, .* sparse=False",
+            r"it makes sparse tensors \(gradients, .* Give nn\.Embedding .* sparse=False",
         ),
+        (Scattered, None, r"weights for one call\), which .* Another layer of that kind cannot be trained"),
         (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 16))), None, r"parametrizations\.spectral_norm"),
         (lambda: Holding(nn.utils.spectral_norm(nn.Linear(8, 16))), None, r"parametrizations\.spectral_norm"),
         (lambda: Holding(Hooks()), None, r"a hook .* without a graph.* Ask before: if tensor\.requires_grad"),
@@ -342,8 +354,8 @@ class Hooks(nn.Linear):
         (lambda: list(norm_twice()), None, "running_mean is 1.running_mean|is of a module that is called twice"),
     ],
     ids=[
-        "one number a row", "sparse rows", "sparse gradients", "old spectral norm", "the same inside", "a hook", "in place",
-        "layers in a list", "norm called twice",
+        "one number a row", "sparse rows", "sparse gradients", "sparse weights", "old spectral norm", "the same inside",
+        "a hook", "in place", "layers in a list", "norm called twice",
     ],
 )  # fmt: skip
 def test_what_is_refused_is_blamed_on_what_it_is_and_the_cure_helps(build, x, words, tmp_path):

@@ -50,6 +50,7 @@ def desk(tmp_path_factory):
     (folder / "folder" / "cat").mkdir(parents=True)
     (folder / "notaplan.json").write_text("[1, 2")
     (folder / "half.toml").write_text('lr = "1e-4')
+    (folder / "options.json").write_text('{"lr": 1e-4}')
     (folder / "unknown.toml").write_text("learn_rate = 1e-4\n")
     (folder / "twice.toml").write_text("lr = 1e-4\nlearning-rate = 1e-3\n")
     for name, text in YAML.items():
@@ -187,6 +188,9 @@ OPTIONS = {
     "--config": "--config",
     "--config nowhere.toml": "--config: cannot read nowhere.toml: No such file or directory",
     "--config half.toml": "--config: half.toml is not TOML",
+    "--config options.json": (
+        "--config: options.json is not TOML (options are read from TOML, and from YAML in a .yaml file): "
+    ),
     "--config unknown.toml": "--config: unknown.toml has unknown option(s) learn_rate; --help",
     "--config twice.toml": "--config: twice.toml says lr twice, in two spellings",
     "--config broken.yaml": "--config: broken.yaml is not YAML: while parsing",

@@ -129,6 +129,47 @@ def test_a_sampler_is_asked_anew_in_every_epoch(sampler, tmp_path):
     assert_plain(trained(tmp_path, loader), plainly(items, order=order))
 
 
+class Saying:
+    """A sampler of the first `rows` rows whose len() says `length`."""
+
+    def __init__(self, rows, length):
+        self.rows, self.length = rows, length
+
+    def __iter__(self):
+        return iter(range(self.rows))
+
+    def __len__(self):
+        return self.length
+
+
+@pytest.mark.parametrize(("rows", "length", "drops"), [(40, 16, False), (12, 16, False), (16, 15, True)])
+def test_a_sampler_that_disagrees_with_its_len_is_refused(rows, length, drops, tmp_path):
+    """One of 40 numbers that said 16 was cut short in silence: a plain loop over its loader made 5 updates, the run 2."""
+    loader = DataLoader(Noisy(), batch_size=8, sampler=Saying(rows, length), drop_last=drops)
+    with pytest.raises(DataError, match=rf"gave {rows} numbers in epoch 1; its len\(\) said {length}\. Let __len__"):
+        trained(tmp_path, loader)
+
+
+def test_a_sampler_with_drop_last_gives_more_numbers_than_an_epoch_has_rows(tmp_path):
+    loader = DataLoader(Noisy(), batch_size=8, sampler=Saying(20, 20), drop_last=True)
+    assert_plain(trained(tmp_path, loader), plainly(Noisy(), batch=8, order=in_order, rows=16))
+
+
+EMPTY = {
+    r"training data: the set is empty: the DataLoader's sampler has len\(\) 0": {"dataset": Noisy(), "sampler": Saying(0, 0)},
+    f"training data: the DataLoader has drop_last, {ROWS} rows and batches of 64: nothing": {
+        "dataset": Streamed(Noisy()), "batch_size": 64, "drop_last": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", EMPTY)
+def test_a_loader_without_a_batch_is_refused(words, tmp_path):
+    """A sampler of no rows, and a stream too short for its drop_last, ended in a ZeroDivisionError."""
+    with pytest.raises(DataError, match=words):
+        trained(tmp_path, DataLoader(**EMPTY[words]))
+
+
 WAYS = {
     "a data set": Noisy,
     "a loader": lambda: DataLoader(Noisy(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(7)),

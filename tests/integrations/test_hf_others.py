@@ -4,12 +4,13 @@ import re
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Sampler
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
 tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer needs the extra hf")
 
-from seqpart.errors import OptionError  # noqa: E402
+from seqpart.errors import DataError, OptionError  # noqa: E402
 from seqpart.integrations.hf import Trainer  # noqa: E402
 from seqpart.integrations.hf_others import under_limit  # noqa: E402
 from tests.hugging_face import arguments, history, little_model, little_rows, same_history, same_weights  # noqa: E402
@@ -261,6 +262,71 @@ def test_a_trainer_of_transformers_itself_leaves_the_same_weights_and_stays_usab
     same_history(history(ours), history(theirs))
     other = arguments(tmp_path / "other")  # transformers' own reset the state of others
     assert other.num_train_epochs == 1
+
+
+class Loading(transformers.Trainer):
+    """Its rows come from a plain DataLoader, which accelerate has not prepared."""
+
+    options: dict
+
+    def get_train_dataloader(self):
+        return DataLoader(self.train_dataset, collate_fn=self.data_collator, **self.options)
+
+
+def loading(folder, options, **more):
+    trainer = Loading(little_model(), arguments(folder, num_train_epochs=2, **more), train_dataset=little_rows(22))
+    trainer.options = options
+    return trainer
+
+
+class Turning(Sampler):
+    """Rows from the last to the first, and the other way round in later epochs, where somebody says which it is."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(range(22) if self.epoch else reversed(range(22)))
+
+    def __len__(self):
+        return 22
+
+
+@pytest.mark.parametrize("sampler", [None, Turning(), [*range(20), 3, 3]], ids=["in order", "turning", "rows twice"])
+@pytest.mark.parametrize("drops", [False, True], ids=["all", "drop_last"])
+def test_a_plain_loader_gives_its_rows_as_it_does_to_transformers(sampler, drops, tmp_path):
+    """It has no set_epoch, which was called: AttributeError. transformers calls it where there is one."""
+    options = {"batch_size": 8, "sampler": sampler, "drop_last": drops}
+    (theirs, expected), (ours, found) = both(lambda at: loading(at, options, dataloader_drop_last=drops), tmp_path)
+    same_weights(found, expected)
+    same_history(history(ours), history(theirs))
+
+
+REFUSED_LOADERS = {
+    "expected 22 rows in batches of 8, .* gives 22 rows or more, in batches of 6": {"batch_size": 6},
+    "gives 16 rows or more, in batches of 8": {"batch_size": 8, "drop_last": True},
+    "gives 32 rows or more, in batches of 8": {"batch_size": 8, "sampler": [*range(22), *range(22)]},
+    "gives 7 rows or more, in batches of 7": {"batch_size": 8, "sampler": range(7)},
+    "the loader has batch_size=None, and its items are no rows": {"batch_size": None},
+    "random numbers that go on from epoch to epoch": {"batch_size": 8, "shuffle": True},
+    "random numbers that go on from epoch": {"batch_size": 8, "shuffle": True, "generator": torch.Generator()},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_LOADERS)
+def test_a_plain_loader_that_the_arguments_contradict_or_that_draws_is_refused(words, tmp_path):
+    """More rows than the data set has were cut off in silence."""
+    with pytest.raises(DataError, match=f"train_dataset: .*{words}"):
+        under_limit(loading(tmp_path, REFUSED_LOADERS[words]), **STREAMED).train()
+
+
+def test_rows_of_transformers_own_that_are_grouped_by_length_are_taken_in_another_order(tmp_path):
+    """Theirs is drawn from the process's random numbers; docs/huggingface.md lists the difference."""
+    args = arguments(tmp_path, train_sampling_strategy="group_by_length")
+    trainer = transformers.Trainer(little_model(), args, train_dataset=little_rows())
+    assert under_limit(trainer, **STREAMED).train().global_step == 3
 
 
 class Stepping(transformers.Trainer):
