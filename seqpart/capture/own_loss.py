@@ -173,7 +173,7 @@ class OwnLoss:
             self.of_batch, self.from_layers = self._joined.of_batch, self._joined.from_layers
         self.called = called
         every = (*program.ops, *evaluation.ops)
-        paths = {str(op.function) for op in every if op.is_module}
+        paths = dict.fromkeys(str(op.function) for op in every if op.is_module)
         self._modules = {path: copy.deepcopy(model.get_submodule(path)) for path in paths}
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
 
