@@ -207,7 +207,8 @@ def digest_of(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
 
 def settings_of(module: nn.Module) -> list[str]:
     """Returns the plain settings of the module and its parts as `name=value`, each once."""
-    return list(dict.fromkeys(f"{name}={value}" for part in module.modules() for name, value in _settings(part, private=False)))
+    every = (f"{name}={value}" for part in module.modules() for name, value in _settings(part, private=False))
+    return list(dict.fromkeys(_ADDRESS.sub("", one) for one in every))
 
 
 def _text(value: object) -> str:

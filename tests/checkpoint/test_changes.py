@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 import seqpart.checkpoint.manifest as manifests
 from seqpart import Trainer
 from seqpart.errors import Interrupted, OptionError
+from seqpart.model.reductions import name_with_settings
 from seqpart.schedule.steps import Verb
 from tests.checkpoint.test_resume import stopped_after
 from tests.choice import only_quick
@@ -218,3 +219,13 @@ def test_a_run_does_not_go_on_with_another_weight_or_setting_of_its_loss(kind, t
         with pytest.raises(OptionError, match=r"was trained with loss .*2\.0, 3\.0"):
             trainer(**other).fit(rows, resume=tmp_path / "run")
     assert trainer(weight=weight).fit(rows, resume=tmp_path / "run").weights.exists()
+
+
+def test_settings_of_a_loss_are_the_same_in_another_process():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.inner = lambda loss: 2 * loss, nn.MSELoss()
+
+    named = name_with_settings(Scaled())
+    assert "scale=<function" in named and " at 0x" not in named and named == name_with_settings(Scaled())
