@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from seqpart.capture.program import tensors_in
 from seqpart.model.inspection import OF_TORCH, Remembered, is_plain, remembered
-from seqpart.model.tensors import tensors_of
+from seqpart.model.tensors import asks_for_type, tensors_of
 
 _HOOK = "a hook on a tensor between layers would be left out"
 _GRADIENTS = (
@@ -168,7 +168,7 @@ class HiddenPaths:
             maker = of[1] if of is not None and of[0]() is tensor else None
             named, own = self._names.get(id(tensor)), id(tensor) in self._own or id(tensor) in self._taken or maker == call
             if named is not None:
-                if not own and tensors_in(found):
+                if not own and not asks_for_type(function):
                     self._why = f"it uses {named}, which is another layer's"
             elif not own and (maker is not None or id(tensor) in between):
                 source = f"a call of {self._layers[maker]}" if maker is not None else "the model"

@@ -114,9 +114,9 @@ class Relay:
         self.state.epoch = float(event.epoch)
         if not self._evaluates_by_steps or self.state.global_step % self.state.eval_steps:
             self._epoch_ends()  # else after the evaluation
-            if self._arguments.eval_strategy != "epoch":
-                self._next_epoch_begins()
         self._ends(event)
+        if not self._in_epoch and self._arguments.eval_strategy != "epoch":
+            self._next_epoch_begins()
 
     @property
     def _evaluates_by_steps(self) -> bool:
@@ -131,8 +131,9 @@ class Relay:
         self._note_best(every)
         if not event.epoch % 1:
             self._epoch_ends()
-            self._next_epoch_begins()
         self._ends(event)
+        if not event.epoch % 1:
+            self._next_epoch_begins()
 
     def recall(self, earlier: Iterable[Evaluated]) -> None:
         """Takes in the evaluations before a resume: for the best metric, and for callbacks that keep a state of them."""

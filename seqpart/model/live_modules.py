@@ -25,7 +25,7 @@ from seqpart.errors import CorruptFile, ModelError, OptionError
 from seqpart.interrupts import undivided
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import has_hooks
-from seqpart.model.tensors import away, tensors_of
+from seqpart.model.tensors import away, mark_away, mark_back, tensors_of
 from seqpart.store.direct import REQUEST, explained
 
 _ALIGNED = 64
@@ -70,6 +70,7 @@ class _Taken:
         if not self.places:
             self.tensor.grad = None  # of an earlier backward: a plain loop begins with zero_grad
             self.tensor.data = empty
+            mark_away(self.tensor)
             return
         self.given, self.tensor = TensorWeakRef(self.tensor), empty
         self.put(empty)
@@ -79,6 +80,7 @@ class _Taken:
         given = None if self.given is None else self.given()
         self.tensor = self.tensor if given is None else given
         self.tensor.data = value
+        mark_back(self.tensor)
         self.put(self.tensor)
 
     def put(self, tensor: torch.Tensor) -> None:

@@ -559,15 +559,17 @@ def name_of(loss: object) -> str:
 
 
 def name_with_settings(loss: object) -> str:
-    """Identifies a loss, as far as that can be seen: a module with its settings and tensors, a partial with its arguments."""
-    name, given = getattr(loss, "__qualname__", type(loss).__qualname__), dict[str, object]()
-    if isinstance(loss, nn.Module):
-        name, given = f"{name}({', '.join(settings_of(loss))}", dict(tensors_of(loss))
-    elif isinstance(loss, functools.partial):
-        name, given = f"{name}({name_of(loss.func)}", loss.keywords
+    """Identifies a loss, as far as that can be seen: one of torch's modules with its settings and tensors (another may change
+    its own in every call), a partial with its arguments."""
+    name = getattr(loss, "__qualname__", type(loss).__qualname__)
+    if isinstance(loss, functools.partial):
+        given = [name_with_settings(loss.func), *map(_shown, loss.args)]
+        given += [f"{own}={_shown(value)}" for own, value in loss.keywords.items()]
+    elif isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch."):
+        given = [*settings_of(loss), *(f"{own}={_shown(tensor)}" for own, tensor in tensors_of(loss).items())]
     else:
         return name
-    return f"{name}{''.join(f', {own}={_shown(value)}' for own, value in given.items())})"
+    return f"{name}({', '.join(given)})"
 
 
 def _shown(value: object) -> str:

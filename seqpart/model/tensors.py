@@ -45,6 +45,7 @@ def attach(module: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in module.named_parameters():
         if name in views:
             parameter.data = views[name]
+            mark_back(parameter)
     buffers = _places(module)
     # `.data` counts its own versions. Views count together, and autograd would take a change of one buffer (a
     # BatchNorm's statistics) for a change of every other that it saved.
@@ -62,6 +63,7 @@ def detach(module: nn.Module, spare: Collection[str] = ()) -> None:
             continue
         parameter.grad = None
         parameter.data = torch.empty(0, dtype=parameter.dtype)
+        mark_away(parameter)
     empty: dict[int, torch.Tensor] = {}
     for name, buffer in _places(module):
         if name in spare:
@@ -71,9 +73,17 @@ def detach(module: nn.Module, spare: Collection[str] = ()) -> None:
 
 def away(dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
     """Returns an empty tensor in place of a buffer whose values are away."""
-    empty = torch.empty(0, dtype=dtype, device=device)
-    vars(empty)[_IS_AWAY] = True
-    return empty
+    return mark_away(torch.empty(0, dtype=dtype, device=device))
+
+
+def mark_away(tensor: torch.Tensor) -> torch.Tensor:
+    """Marks an empty tensor as one whose values are away, until `attach` or `mark_back`."""
+    vars(tensor)[_IS_AWAY] = True
+    return tensor
+
+
+def mark_back(tensor: torch.Tensor) -> None:
+    vars(tensor).pop(_IS_AWAY, None)
 
 
 _IS_AWAY = "seqpart_away"
@@ -87,15 +97,23 @@ class RefuseAway(TorchFunctionMode):
         self._error = error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(getattr(func, "__self__", None), "__name__", "") not in _KNOWN_AWAY:
-            used = (one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and not one.numel())
-            if any(isinstance(one, nn.Parameter) or _IS_AWAY in vars(one) for one in used):
+        if not asks_for_type(func):
+            used = (one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
+            if any(_IS_AWAY in vars(one) and not one.numel() for one in used):
                 raise self._error()
         return func(*args, **(kwargs or {}))
 
 
-_KNOWN_AWAY = {"dtype", "device", "layout", "requires_grad", "is_leaf", "is_meta", "is_cuda", "is_sparse", "is_quantized"}
-"""Attributes that an empty tensor has of its own."""
+def asks_for_type(func: Any) -> bool:
+    """True for attributes and methods of a tensor that are the same when its values and its shape are away."""
+    name = getattr(func, "__name__", "")
+    return (func.__self__.__name__ if name == "__get__" else name) in _OF_TYPE
+
+
+_OF_TYPE = {
+    "dtype", "device", "layout", "requires_grad", "is_leaf", "is_meta", "is_cuda", "is_sparse", "is_quantized", "itemsize",
+    "is_floating_point", "is_complex", "element_size", "get_device",
+}  # fmt: skip
 
 
 def buffers_made(module: nn.Module, known: Collection[str]) -> list[str]:

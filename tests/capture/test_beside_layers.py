@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from seqpart import Trainer
 from seqpart.errors import ModelError, OptionError
@@ -552,6 +553,13 @@ class BorrowsBuffer(Borrows):
         return self.own(x) + self.others[0].running_mean.mean()
 
 
+class BorrowsShape(Borrows):
+    """An emptied weight answered with its own shape: 0."""
+
+    def forward(self, x):
+        return self.own(x) / (1 + self.others[0].weight.shape[0])
+
+
 class BorrowsBackward(Borrows):
     def forward(self, x):
         return OwnGradient.apply(self.own(x), self.value)
@@ -581,7 +589,8 @@ WHOLE = "stays whole: .* it uses .*, which is another layer's"
 AWAY = "in backward, a hook or an autograd.Function uses a weight of another layer"
 USED = {
     "in forward": (lambda: borrows(BorrowsForward), WHOLE), "with a gradient": (lambda: borrows(BorrowsGradient), WHOLE),
-    "a buffer": (lambda: borrows(BorrowsBuffer), WHOLE), "in a forward hook": (lambda: hooks("forward"), WHOLE),
+    "a shape": (lambda: borrows(BorrowsShape), WHOLE), "a buffer": (lambda: borrows(BorrowsBuffer), WHOLE),
+    "in a forward hook": (lambda: hooks("forward"), WHOLE),
     "in backward": (lambda: borrows(BorrowsBackward), AWAY), "in a hook of a weight": (lambda: hooks("weight"), AWAY),
     "of a later layer": (lambda: hooks("later"), AWAY), "its gradient": (lambda: hooks("gradient"), AWAY),
     "in a backward hook": (lambda: hooks("module"), AWAY),
@@ -602,6 +611,26 @@ def test_a_layer_that_uses_another_layer_s_weight_trains_as_a_whole_and_is_refus
     torch.manual_seed(0)
     with pytest.raises((OptionError, ModelError), match=words):
         ours(made(), tmp_path / "2")
+
+
+class Emptied(nn.Module):
+    """It has an empty parameter of its own, which is used while a pass is recomputed in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.none = nn.Linear(16, 16), nn.Parameter(torch.empty(0, 16))
+
+    def forward(self, x):
+        return checkpoint(lambda x: torch.cat([self.own(x), F.linear(x, self.none)], 1), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("method", ["full", "streamed"])
+def test_an_empty_parameter_of_a_layer_s_own_is_not_away(method, tmp_path):
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), Emptied(), nn.Linear(16, 3))
+
+    same(plain(made()), ours(made(), tmp_path / "run", method=method))
 
 
 def step(parameter):
