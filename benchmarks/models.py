@@ -26,7 +26,7 @@ from benchmarks import children, quick
 from benchmarks.record import load, origin, save
 from benchmarks.whole_models import EXAMPLES, Example, everything, judged
 from seqpart import Trainer
-from seqpart.capture.capture import chain_of
+from seqpart.capture.capture import chain_of, without_key_caches
 from seqpart.data.splits import as_split
 from seqpart.errors import SeqpartError
 from seqpart.profile.blocks import measure_chain
@@ -91,15 +91,8 @@ def output_of(model: nn.Module, rows: Rows) -> torch.Tensor:
 def returned(model: nn.Module, rows: Rows) -> Any:
     """What the model returns without a cache of keys, as in training here: with one some kernels get them in other layouts."""
     name = getattr(model, "main_input_name", None)
-    configs: list[Any] = [getattr(part, "config", None) for part in model.modules()]
-    caching = [config for config in configs if getattr(config, "use_cache", False)]
-    for config in caching:
-        config.use_cache = False
-    try:
+    with without_key_caches(model):
         return model(**rows) if isinstance(rows, dict) else model(**{name: rows}) if name else model(rows)
-    finally:
-        for config in caching:
-            config.use_cache = True
 
 
 def the_one(found: Any) -> torch.Tensor | None:

@@ -347,7 +347,8 @@ def reached(
 def _on_fakes(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """A context in which the model has fake tensors, which it yields by name, and afterwards is as it was."""
     mode, own = FakeMode(), {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with _left_as_it_is(model), quiet_random(_without_draws(model)), quiet_log():
+    kept = left_as_they_are(model.modules())  # modes and attributes
+    with without_key_caches(model), kept, quiet_random(_without_draws(model)), quiet_log():
         fakes = {name: fake_like(tensor, mode) for name, tensor in own.items()}
         alike = {id(tensor): fakes[name] for name, tensor in own.items()}
         with with_tensors(model, fakes), listed(model, alike), mode:
@@ -355,16 +356,14 @@ def _on_fakes(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 @contextmanager
-def _left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Restores modes and attributes of modules afterwards, and keeps language models, also one that is a part of `model`, from
-    filling their key caches."""
+def without_key_caches(model: nn.Module) -> Iterator[None]:
+    """A context in which language models, also one that is a part of `model`, do not fill their key caches."""
     configs: list[Any] = [getattr(part, "config", None) for part in model.modules()]
     caching = [config for config in configs if getattr(config, "use_cache", False)]
     for config in caching:
         config.use_cache = False
     try:
-        with left_as_they_are(model.modules()):
-            yield
+        yield
     finally:
         for config in caching:
             config.use_cache = True

@@ -31,7 +31,7 @@ from seqpart.capture.inputs import (
 )
 from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
 from seqpart.errors import DataError, refusing
-from seqpart.model.loss_probe import generators
+from seqpart.model.loss_probe import all_generators
 from seqpart.model.losses import label_dtype
 
 
@@ -356,9 +356,9 @@ def targets_of(items: Any) -> Any:
 def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
     """True if some items have other labels than `targets`. Raises UnstableRows if an item changes between two reads, or draws
     random numbers."""
-    chosen, drawn = spread(len(items), READ_TWICE), _random_states()
+    chosen, drawn = spread(len(items), READ_TWICE), all_generators()
     read = {i: _row(items, i, name, form) for i in chosen}
-    draws = _random_states() != drawn
+    draws = all_generators() != drawn
     first = {i: _digest(row, label) for i, (row, label) in read.items()}
     labels = {i: plain(label) for i, (_, label) in read.items()}
     del read
@@ -374,10 +374,6 @@ def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
         return True
     given = {i: label for i, label in labels.items() if label is not None}
     return any(not np.array_equal(label, plain(targets[i])) for i, label in given.items())
-
-
-def _random_states() -> tuple[object, ...]:
-    return *generators(), torch.get_rng_state().numpy().tobytes()
 
 
 def _digest(row: torch.Tensor, label: Any) -> int:

@@ -102,6 +102,11 @@ def generators() -> tuple[object, object]:
     return random.getstate(), (name, np.asarray(keys).tobytes(), *rest)
 
 
+def all_generators() -> tuple[object, ...]:
+    """The states of the generators that everything draws from: torch's, Python's and numpy's."""
+    return torch.get_rng_state().numpy().tobytes(), *generators()
+
+
 @contextmanager
 def generators_left_alone() -> Iterator[None]:
     """A context after which Python's and numpy's generators continue as if nothing had been drawn inside."""

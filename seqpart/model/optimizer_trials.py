@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import OptionError
 from seqpart.interrupts import put_off
-from seqpart.model.loss_probe import generators
+from seqpart.model.loss_probe import all_generators
 from seqpart.model.named_optimizers import IN_WORDS
 from seqpart.model.optimizer_state import TEXT, AtHome, Classes, Knowledge, NoHomeError, parts_of, room_for, specs_in, text_spec
 from seqpart.store.layout import TensorSpec, spec_of
@@ -252,10 +252,10 @@ class _Trial:
         """Returns (the first way with the steps of one lasting optimizer, true if it needs all parameters together, true if the
         optimizer keeps something beside the states)."""
         kinds = [*states, next(iter(states))]  # two at least: to see whether each is updated as if it were alone
-        before, changed = _generators(), False
+        before, changed = all_generators(), False
         for _, found in self._steps(kinds, states, _Way.LIVING, together=True):
             changed = changed or any(more for _, more, _ in found)
-        if _generators() != before:
+        if all_generators() != before:
             raise OptionError(
                 f"optimizer {self.name}: its steps draw random numbers, from generators that a plain loop's model and data "
                 "draw from too: what comes next depends on all that was drawn before. Use one that draws none."
@@ -330,11 +330,6 @@ def _seen(knowledge: Knowledge, parameter: nn.Parameter) -> tuple[str, bool, dic
     # Optimizers that know nothing of it do not count: a function may leave out those that have no parameters.
     text = repr([(sorted(state or "d", key=repr), *rest) for state, *rest in found if len(state or "d") > 1 or any(rest)])
     return text, any(any(rest) for _, *rest in found), tensors
-
-
-def _generators() -> tuple[object, ...]:
-    """The states of the generators that everything draws from."""
-    return torch.get_rng_state().numpy().tobytes(), *generators()
 
 
 def _likened(kind: TensorSpec, state: State) -> list[tuple[object, ...]]:

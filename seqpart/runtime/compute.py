@@ -274,11 +274,13 @@ class Compute:
 
     def _run_backward(self, step: Step, roots: list[Any], gradients: list[torch.Tensor]) -> None:
         edges = [get_gradient_edge(root) if isinstance(root, torch.Tensor) else root for root in roots]
-        parameters, span = [*self.loaded[step.partition].trainable.values()], self.span(step)
+        span = self.span(step)
+        divided = span.stop - span.start < span.update_rows
+        parameters = [*self.loaded[step.partition].trainable.values()] if divided else []
         versions = [parameter._version for parameter in parameters]
         with RefuseAway(_READS_OTHERS):  # torch turns modes off in a backward pass from tensors
             back_propagate(edges, gradients)
-        if span.stop - span.start < span.update_rows and versions != [parameter._version for parameter in parameters]:
+        if versions != [parameter._version for parameter in parameters]:
             raise ModelError(
                 "a hook changes weights in backward, as an optimizer of its own does, and other micro-batches of the update go "
                 "forward with the old ones. Leave it out, or give --micro-batch-size the rows of an update."
