@@ -27,9 +27,9 @@ from profiling.question import asked
 from profiling.tables import rows_of
 
 MODELS = {
-    "resnet50": ["--model", "benchmarks.gpu_models:resnet50", "--data", "benchmarks.gpu_models:images", "--batch-size", "64"],
-    "vit_b16": ["--model", "benchmarks.gpu_models:vit_b16", "--data", "benchmarks.gpu_models:images", "--batch-size", "64"],
-    "gpt2_xl": ["--model", "benchmarks.gpu_models:gpt2_xl", "--data", "benchmarks.gpu_models:texts", "--batch-size", "4"],
+    "resnet50": ["--model", "benchmarks.gpu.models:resnet50", "--data", "benchmarks.gpu.models:images", "--batch-size", "64"],
+    "vit_b16": ["--model", "benchmarks.gpu.models:vit_b16", "--data", "benchmarks.gpu.models:images", "--batch-size", "64"],
+    "gpt2_xl": ["--model", "benchmarks.gpu.models:gpt2_xl", "--data", "benchmarks.gpu.models:texts", "--batch-size", "4"],
     "mlp": ["--width", "512", "--depth", "6", "--batch-size", "256"],
 }
 METHODS = "streamed,sil,seqpart:checkpointed,seqpart:full"

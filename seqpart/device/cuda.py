@@ -9,8 +9,10 @@ of pinned memory notes the stream of every copy that `copy_` and `to` issue, als
 buffer and writes into it again has to wait for an event.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -40,6 +42,21 @@ class CudaDevice(Accelerator):
             yield
         finally:
             torch.backends.cudnn.benchmark = before
+
+    @contextmanager
+    def deterministic(self) -> Iterator[None]:
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        also: Any = torch.utils.deterministic
+        fills, also.fill_uninitialized_memory = also.fill_uninitialized_memory, False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            with warnings.catch_warnings():
+                # Also of cuBLAS, whose workspace torch fixes for each stream.
+                warnings.filterwarnings("ignore", "(.|\n)*determinis", UserWarning)
+                yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            also.fill_uninitialized_memory = fills
 
     @property
     def name(self) -> str:

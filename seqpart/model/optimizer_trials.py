@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -49,6 +49,16 @@ _STEPS, _SKIPPED, _LATE = 12, 990, 3
 done at every 10th or 100th step is done too."""
 
 
+class Temporaries(NamedTuple):
+    """Memory that a step takes beyond the state, as multiples of parameters' memory."""
+
+    largest: int = 0
+    second: int = 0
+    """Of another parameter, whose temporaries live until they are replaced by the next one's."""
+    total: int = 0
+    """Of all parameters, where they are updated in one list (foreach)."""
+
+
 @dataclass
 class Found:
     """Results of the trials of an optimizer."""
@@ -62,6 +72,8 @@ class Found:
     """True if it keeps something in its groups or itself."""
     joint: bool = False
     """True if a step depends on all parameters together."""
+    temporaries: dict[bool, Temporaries] = field(default_factory=dict)
+    """By whether torch's optimizers take lists of parameters by default, as on a GPU."""
 
 
 class _Way(Enum):
@@ -106,20 +118,31 @@ def explore(name: str, build: BuildNamed, wanted: Mapping[TensorSpec, str], foun
         found.joint, found.counts = found.joint or joint, found.counts or counts
 
 
-def temporaries(build: Build) -> int:
-    """Returns the memory that a step after the first, which makes the state, takes beyond it: as a multiple of the parameter's,
-    rounded up."""
-    parameter = nn.Parameter(_numbers(TensorSpec(name="", shape=(64, 64), dtype=torch.float32), torch.Generator()))
-    parameter.grad = parameter.detach() ** 2
-    optimizer = build([parameter])
+def temporaries(build: Build, *, in_lists: bool = False) -> Temporaries:
+    """Returns the memory that a step after the first, which makes the state, takes beyond it. in_lists: True where torch's
+    optimizers take lists of parameters by default, as on a GPU."""
+    one, two, three = (_taken(build, count, in_lists=in_lists) for count in (1, 2, 3))
+    return Temporaries(total=-(-three // 3)) if three > two else Temporaries(largest=one, second=two - one)
+
+
+def _taken(build: Build, count: int, *, in_lists: bool) -> int:
+    """Returns what a step of `count` equal parameters takes beyond their state, as a multiple of one's memory, rounded up."""
+    spec = TensorSpec(name="", shape=(64, 64), dtype=torch.float32)
+    parameters = [nn.Parameter(_numbers(spec, torch.Generator())) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = parameter.detach() ** 2
+    optimizer = build(parameters)
+    for group in optimizer.param_groups:
+        if in_lists and not group.get("fused") and group.get("foreach", False) is None:
+            group["foreach"] = True
     take_step(optimizer)
     most = 0
     for _ in range(_STEPS):
-        made = _Made(parameter.numel())
+        made = _Made(spec.nbytes // spec.dtype.itemsize)
         with made:
             take_step(optimizer)
         most = max(most, made.most)
-    return -(-most // parameter.nbytes)
+    return -(-most // spec.nbytes)
 
 
 def looks_at_whole(build: Build) -> bool:

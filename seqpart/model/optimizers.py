@@ -25,6 +25,7 @@ from seqpart.model.optimizer_state import TEXT, AtHome, NoHomeError, Several, em
 from seqpart.model.optimizer_trials import (
     Build,
     Found,
+    Temporaries,
     explore,
     follows_numbers,
     groups_of,
@@ -90,12 +91,16 @@ class Optimizer:
             return ROUNDED_AT_ONCE if self.in_slices else 0
         return SLICE if self.name in OF_BITSANDBYTES else 0
 
-    def step_room(self, largest: int) -> int:
-        """Bytes that a step takes beside the state. largest: bytes of the largest parameter."""
+    def step_room(self, largest: int, second: int, total: int, *, in_lists: bool = False) -> int:
+        """Bytes that a step takes beside the state. largest, second, total: bytes of the largest parameter, of the next and of
+        all. in_lists: see `temporaries`."""
         if self.moments is not None:
-            whole = 0 if self.in_slices else 2 * largest * (2 + self.temporaries)
+            whole = 0 if self.in_slices else 2 * largest * (2 + sum(self.temporaries()))
             return whole + room_of_slices(ROOM_TO_ROUND, largest // NARROW.itemsize, ROUNDED_AT_ONCE)
-        return room_of_slices(ROOM_IN_8_BITS, largest // 2, self.at_once) if self.at_once else self.temporaries * largest
+        if self.at_once:
+            return room_of_slices(ROOM_IN_8_BITS, largest // 2, self.at_once)
+        found = self.temporaries(in_lists=in_lists)
+        return found.largest * largest + found.second * second + found.total * total
 
     @functools.cached_property
     def in_slices(self) -> bool:
@@ -108,11 +113,15 @@ class Optimizer:
         """True if its state holds averages of the weights, which are a result of their own, tested at the end."""
         return self.average is not None or self.is_schedule_free
 
-    @functools.cached_property
-    def temporaries(self) -> int:
-        """Memory that a step takes, as a multiple of the largest parameter's; 0: one fused kernel, or several in place."""
-        with tried(self.name):
-            return 0 if self.build([_example()]).defaults.get("fused") else temporaries(self.build)
+    def temporaries(self, *, in_lists: bool = False) -> Temporaries:
+        """Memory that a step takes beside the state: none in one fused kernel, or in several in place. in_lists: True where
+        torch's optimizers take lists of parameters by default, as on a GPU."""
+        known = self.found.temporaries
+        if in_lists not in known:
+            with tried(self.name):
+                fused = self.build([_example()]).defaults.get("fused")
+                known[in_lists] = Temporaries() if fused else temporaries(self.build, in_lists=in_lists)
+        return known[in_lists]
 
     @functools.cached_property
     def whole(self) -> bool:

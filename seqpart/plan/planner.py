@@ -396,7 +396,7 @@ class Planner(Inputs):
             states = state_layouts(self.chain[first:last], blocks, optimizer)
             *_, cost = prefix_costs(
                 blocks, states, self.loss_cost(request, rows), optimizer=optimizer,
-                heap_below=self.device.heap_below,
+                in_lists=not self.device.shares_memory, heap_below=self.device.heap_below,
                 shares=planning.shares_of(self.epoch_rows, part.batch_size, rows),
             )  # fmt: skip
             found.append(cost)

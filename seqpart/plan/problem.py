@@ -239,7 +239,7 @@ def cost_of(problem: Problem, micro_batch: int, first: int, last: int, *, counte
         costs = (problem.counted_at if counted else problem.costs_at)(micro_batch)
         grown = prefix_costs(
             costs[first:], problem.states[first:], problem.loss_of(micro_batch), optimizer=problem.optimizer,
-            heap_below=problem.machine.heap_below,
+            in_lists=not problem.machine.host_counts, heap_below=problem.machine.heap_below,
             shares=shares_of(problem.train_rows, problem.batch_size, micro_batch),
         )  # fmt: skip
         problem.known[key] = [], grown

@@ -23,6 +23,10 @@ from seqpart.store.direct import probe_disk
 _LOGGER = logging.getLogger("seqpart.planning")
 
 
+_HALF_RATE_ROWS = 12
+"""Rows at which a matrix kernel reaches half its rate on 2 cores."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
     """Speeds of this machine per second, measured at start."""
@@ -41,8 +45,8 @@ class Speeds:
     """Bytes per second from pinned memory to the device, and back. On the CPU both are the same memory."""
     copy: float = math.inf
     """Bytes per second copied within the device's memory."""
-    half_rate_rows: int = 12
-    """Rows at which a matrix kernel reaches half its rate: about that on 2 cores."""
+    half_rate_rows: int = _HALF_RATE_ROWS
+    """Rows at which a matrix kernel reaches half its rate."""
 
     def computing(self, cost: PartitionCost, rows: int, *, forward: int, backward: int, keeps_heap: bool = False) -> float:
         """Seconds of `forward` and `backward` passes of `rows` rows. A kernel reaches its full rate only with enough rows.
@@ -69,17 +73,24 @@ def measure_speeds(
     read, write = probe_disk(existing(folder), hidden=dry, nbytes=MEASURED.disk_probe)
     copy = _copies(device)
     weight = torch.ones(1024, 1024, dtype=torch.float32, device=device.torch)
-    x = torch.ones(rows, 1024, dtype=torch.float32, device=device.torch)
 
-    def products() -> None:
+    def products(x: torch.Tensor) -> None:
         with device.autocast(autocast):
             for _ in range(4):
                 x @ weight
 
+    def took(count: int) -> float:
+        x = torch.ones(count, 1024, dtype=torch.float32, device=device.torch)
+        return _seconds(device, partial(products, x))
+
+    per_row, half_rate_rows = took(rows) / rows, _HALF_RATE_ROWS
+    if not device.shares_memory:
+        few, per_row = per_row * rows, took(_MANY * rows) / (_MANY * rows)
+        half_rate_rows = max(0, round((few - rows * per_row) / per_row))
     in_slices = device.shares_memory and optimizer.at_once > 0
     up, down = (math.inf, math.inf) if device.shares_memory else (_link(device, UP), _link(device, DOWN))
     return Speeds(
-        flops=4 * 2 * rows * 1024**2 / _seconds(device, products),
+        flops=4 * 2 * 1024**2 / per_row,
         optimizer=_steps_in_slices(device, optimizer, weight) if in_slices else _steps(device, optimizer, weight[:256]),
         host_optimizer=math.inf if device.shares_memory else _steps(device, optimizer, weight.cpu().repeat(1, 4)),
         read=read,
@@ -87,6 +98,7 @@ def measure_speeds(
         up=up,
         down=down,
         copy=copy,
+        half_rate_rows=half_rate_rows,
     )
 
 
@@ -137,6 +149,8 @@ class Measurements:
 
 MEASURED = Measurements()
 
+_MANY = 16
+"""Times as many rows with which a GPU's products are measured again, near their full rate."""
 _PROBE = 64 << 20
 """Bytes of the copy that measures a link."""
 _PROBE_INSIDE = 4 << 20

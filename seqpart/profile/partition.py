@@ -9,7 +9,7 @@ from seqpart.model.blocks import Block
 from seqpart.model.optimizers import Optimizer
 from seqpart.model.packs import Value
 from seqpart.profile.blocks import BlockCost
-from seqpart.store.layout import LINE, Layout
+from seqpart.store.layout import ALIGNMENT, Layout
 
 LossCost = Callable[[BlockCost], tuple[int, int]]
 """A function from a block to (peak, targets): bytes of the loss after its output, while it is computed and between."""
@@ -128,15 +128,16 @@ class Parting:
 
 def prefix_costs(
     blocks: Sequence[BlockCost], states: Sequence[Layout], loss_of: LossCost, *,
-    optimizer: Optimizer | None = None, heap_below: int = 0, shares: Sequence[float] = (1.0,),
+    optimizer: Optimizer | None = None, in_lists: bool = False, heap_below: int = 0, shares: Sequence[float] = (1.0,),
 ) -> Iterator[PartitionCost]:  # fmt: skip
     """Yields the costs of the partitions blocks[:1], blocks[:2], ..., each one block more, in constant time.
 
-    shares: sizes of micro-batches that occur, as fractions of the one that the costs were found for.
+    in_lists: True if torch's optimizers take lists of parameters by default, as on a GPU. shares: sizes of micro-batches that
+    occur, as fractions of the one that the costs were found for.
     """
     heaps = [0] * len(shares)
     narrow = frozen = rewritten = slot = state_slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
-    alive = forward = backward = again = inference = largest = unfused = graph = 0
+    alive = forward = backward = again = inference = largest = second = total = unfused = graph = 0
     trainable, late, seconds, with_heap = False, False, (0.0, 0.0), 0.0
     seen: list[BlockCost] = []
     borrowed: list[BlockCost] = []
@@ -166,7 +167,7 @@ def prefix_costs(
         if any(value.learns for value in block.gives):
             saved = {value.number: loose.pop(value.number) for value in block.takes if value.number in loose}
             held |= saved.keys() | {value.number for value in block.gives}
-            alive, graph = alive + sum(saved.values()), graph + sum(round_up(size, LINE) for size in saved.values())
+            alive, graph = alive + sum(saved.values()), graph + sum(round_up(size, ALIGNMENT) for size in saved.values())
         else:
             loose |= {value.number: value.nbytes for value in block.gives}
         forward = max(forward, alive + block.forward_peak)
@@ -181,7 +182,7 @@ def prefix_costs(
         adding_again = max(adding_again + new, start + block.accumulate_peak + block.lent) if lent else 0
         kept = alive + block.saved_alone
         alive += block.saved
-        graph += sum(round_up(size, LINE) for size in block.saved_sizes)
+        graph += sum(round_up(size, ALIGNMENT) for size in block.saved_sizes)
         for index, share in enumerate(shares):
             sizes = (int(size * share) for size in block.saved_sizes)
             heaps[index] += sum(size for size in sizes if size < heap_below)
@@ -194,7 +195,8 @@ def prefix_costs(
         with_heap += block.kept_seconds or COMPUTING_SHARE * (block.forward_seconds + block.backward_seconds)
         trained = [spec for spec in block.layout.specs if spec.name in block.trainable]
         parameters += sum(spec.nbytes // spec.dtype.itemsize for spec in trained)
-        largest = max([largest, *(spec.nbytes for spec in trained)])
+        second, largest = sorted([second, largest, *(spec.nbytes for spec in trained)])[-2:]
+        total += sum(spec.nbytes for spec in trained)
         unfused = max([unfused, *(spec.nbytes for spec in trained if spec.dtype.is_complex)])
         late = late or block.writes_late
         trainable = trainable or block.gradients > 0 or bool(trained)  # also where all that learns is lent to it
@@ -204,7 +206,7 @@ def prefix_costs(
         own = sum(value.nbytes for value in came) + copied + targets
         earlier = sum(value.nbytes for value in leaving if value.number in held and value.giver != block.gives[-1].giver)
         rows = came[0].rows
-        step_room = 0 if optimizer is None else optimizer.step_room(largest)
+        step_room = 0 if optimizer is None else optimizer.step_room(largest, second, total, in_lists=in_lists)
         if optimizer is not None and optimizer.begins_itself:
             step_room += state  # which it makes in a first step, beside the home that this then goes to
         yield PartitionCost(
@@ -212,7 +214,7 @@ def prefix_costs(
             borrowed=sum(owner.weights for owner in borrowed), ties=tuple(ties.items()), lent=lent, state=state,
             largest_tie=largest_tie, slot=slot, state_slot=state_slot, waiting=waiting, gradients=gradients,
             saved=alive + copied, kept=kept + copied + buffers - earlier,
-            graph=graph + sum(round_up(value.nbytes, LINE) for value in came) + round_up(copied, LINE),
+            graph=graph + sum(round_up(value.nbytes, ALIGNMENT) for value in came) + round_up(copied, ALIGNMENT),
             forward_peak=own + buffers + forward, buffers=buffers, entering=came, leaving=leaving,
             train_peak=own + buffers + max(forward, alive + loss_peak, max(backward, adding) + heap),
             accumulate_peak=own + buffers + gradients + max(

@@ -35,7 +35,7 @@ from seqpart.model.packs import has_gradients
 from seqpart.model.tensors import run_fake, with_tensors
 from seqpart.profile.blocks import BlockCost
 from seqpart.profile.fake_mode import FakeMode, real_module
-from seqpart.store.layout import LINE
+from seqpart.store.layout import ALIGNMENT
 from seqpart.units import format_seconds, format_size
 
 _LOGGER = logging.getLogger("seqpart.planning")
@@ -168,9 +168,10 @@ class Trials:
         return self._device.allocated() + _CPP + (0 if self._versions else _STAYS)
 
     def held(self) -> int:
-        """Bytes held now, after cached memory was returned to the system."""
+        """Bytes held now, after cached memory was returned to the system: of a GPU with its context, which grows with every
+        kernel that is loaded."""
         self._device.release_cached()
-        return self._device.allocated()
+        return self._device.allocated() if self._device.shares_memory else MemoryUsage(self._device).read()
 
     def run(self, rows: int, first: int, last: int, available: int) -> bool:
         """Runs the kinds among blocks first..last (last not included) that have not been run with so many rows.
@@ -369,7 +370,7 @@ class Trials:
         reserves = _has(module, nn.LSTM)
         found = Excess(
             forward=max(0, seen.forward - cost.forward_peak), saved=max(0, seen.saved - cost.saved),
-            hidden=max(0, kept - sum(round_up(size, LINE) for size in cost.saved_sizes)),
+            hidden=max(0, kept - sum(round_up(size, ALIGNMENT) for size in cost.saved_sizes)),
             untouched=max(0, kept - max(seen.saved, cost.saved)) if reserves else 0,
             untouched_peak=seen.untouched_peak if reserves else 0,
             backward=max(0, seen.backward - cost.accumulate_peak), inference=max(0, inference - cost.inference_peak),
@@ -379,13 +380,13 @@ class Trials:
         return found, changed or ({""} if sums_again != sums else set())
 
     def _kept(self, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor], number: int) -> int:
-        """Bytes of the storages that autograd saves, each rounded up to cache lines as in an offloaded graph
+        """Bytes of the storages that autograd saves, each rounded up as in an offloaded graph
         (runtime/graph_offload.py)."""
         found: dict[int, int] = {}
 
         def noted(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = round_up(storage.nbytes(), LINE)
+            found[storage.data_ptr()] = round_up(storage.nbytes(), ALIGNMENT)
             return tensor.detach()  # itself it would hold its own graph, in a cycle
 
         with saved_tensors_hooks(noted, lambda tensor: tensor):

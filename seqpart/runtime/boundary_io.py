@@ -27,7 +27,7 @@ from seqpart.device.pages import round_up
 from seqpart.model.packs import DEVICE, BoundaryRouting, Pack, Tiers, Value, gradient_of
 from seqpart.plan.problem import BUFFERS, boundary_bytes, handing_of, largest_boundary
 from seqpart.profile.partition import PartitionCost
-from seqpart.store.layout import LINE
+from seqpart.store.layout import ALIGNMENT, LINE
 from seqpart.store.streams import BufferedFile
 
 Key = tuple[int, int]
@@ -76,7 +76,8 @@ class _Form:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
         span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-        lead = tensor.data_ptr() % LINE // tensor.dtype.itemsize
+        line = LINE if tensor.device.type == "cpu" else ALIGNMENT
+        lead = tensor.data_ptr() % line // tensor.dtype.itemsize
         return cls(tensor.shape, tensor.stride(), tensor.dtype, span, _once(tensor).numel(), lead)
 
     @property

@@ -20,7 +20,7 @@ from seqpart.errors import ModelError
 from seqpart.model.packs import Pack
 from seqpart.profile.partition import PartitionCost
 from seqpart.store.graph_ranges import DiskRanges, HostRanges, Key, Ranges, SharedRanges
-from seqpart.store.layout import LINE
+from seqpart.store.layout import ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class GraphOffload:
             return None
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
         self._ranges[self._key[0]].gather(whole, self._flat[offset : offset + nbytes])
-        self._used += round_up(nbytes, LINE)  # kernels round differently at another alignment
+        self._used += round_up(nbytes, ALIGNMENT)  # kernels round differently at another alignment
         self._known[id(storage), version] = weakref.ref(storage), offset
         return offset
 

@@ -117,8 +117,9 @@ class DirectFile:
         self._forget(0, length)
 
     def _gave_up_direct(self, error: OSError) -> bool:
-        """True if direct I/O was given up after `error`: some file systems accept the flag and refuse the transfer."""
-        if error.errno != errno.EINVAL or not self.direct:
+        """True if direct I/O was given up after `error`: some file systems accept the flag and refuse the transfer, and some
+        virtual machines refuse memory that a GPU's driver has pinned (EFAULT)."""
+        if error.errno not in (errno.EINVAL, errno.EFAULT) or not self.direct:
             return False
         self.direct = False
         fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)

@@ -2,8 +2,8 @@
 
 A block's home is one file: a header padded with spaces to a whole page, then the tensors one after the other. The
 buffer on the device has the same bytes in the same order, so loading is one read and saving is one write, and any
-safetensors reader can open the file. Every tensor begins on a cache line, as torch's own do, since kernels round differently
-for other alignments: a filler may stand before it, which has a name of its own in the file.
+safetensors reader can open the file. Every tensor is aligned as torch's own are, since kernels round differently for other
+alignments: a filler may stand before it, which has a name of its own in the file.
 """
 
 import json
@@ -29,7 +29,10 @@ CODES = {
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 LINE = 64
-"""Alignment of tensors in bytes, as of torch's own on the CPU."""
+"""Alignment in bytes of torch's own tensors on the CPU."""
+ALIGNMENT = 256
+"""Alignment in bytes of tensors that share a buffer. torch's own begin at multiples of LINE on the CPU and of 512 on a GPU,
+where cuBLASLt chooses kernels by alignments up to 256 (aten/src/ATen/cuda/CUDABlas.cpp, `_getAlignment`)."""
 _FILLER = "seqpart.filler."
 
 
@@ -74,7 +77,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors one after the other, widest elements first, each on a cache line. Scalars, such as step counts, follow the others
+    """Tensors one after the other, widest elements first, each aligned. Scalars, such as step counts, follow the others
     of their type without gaps: otherwise each would take a line of its own."""
 
     specs: tuple[TensorSpec, ...]
@@ -87,7 +90,7 @@ class Layout:
                 raise ModelError(
                     f"tensor {spec.name!r} has type {spec.dtype}, which cannot be stored. Use a plain float or int type."
                 )
-            placed.append(replace(spec, offset=round_up(offset, LINE) if spec.shape and spec.nbytes else offset))
+            placed.append(replace(spec, offset=round_up(offset, ALIGNMENT) if spec.shape and spec.nbytes else offset))
             offset = placed[-1].offset + spec.nbytes
         return cls(tuple(placed))
 

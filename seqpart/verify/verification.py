@@ -121,6 +121,7 @@ def verify(
 
         asked = Trainer(model, loss, optimizer, quiet=True, **options)
         stack.enter_context(asked.device.running())
+        stack.enter_context(asked.device.deterministic())
         rows, _ = asked.rows(train)
         options |= {"padding": None, "batch_size": asked.settings.batch_size, "shuffle": asked.settings.shuffle}
         stack.enter_context(as_written(model))

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_assumptions.py: what it measures of the simulated device is what that simulates, and makes a table of it."""
+"""benchmarks/gpu/assumptions.py: what it measures of the simulated device is what that simulates, and makes a table of it."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_assumptions, gpu_measures, record
-from benchmarks.gpu_measures import Row
+from benchmarks.gpu.measures import Row
 from seqpart.device.card import Hardware, load
 from seqpart.device.opening import open_device
 from seqpart.errors import OptionError

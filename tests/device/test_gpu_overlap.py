@@ -1,4 +1,4 @@
-"""benchmarks/gpu_overlap.py: how long parts of an update are busy, from a profiler's trace and from the simulated device."""
+"""benchmarks/gpu/overlap.py: how long parts of an update are busy, from a profiler's trace and from the simulated device."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_overlap, record
-from benchmarks.gpu_overlap import busy_of, covered
+from benchmarks.gpu.overlap import busy_of, covered
 
 PINNED = "Memcpy HtoD (Pinned -> Device)"
 

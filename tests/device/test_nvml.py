@@ -55,6 +55,21 @@ say(first, usage.read(), usage.source)
 """) == [2 * GB, 3 * GB, "NVML, this process"]
 
 
+def test_a_watcher_outside_takes_the_whole_card_where_processes_are_not_listed(says):
+    """In some virtual machines the question is refused: the watcher ended, and with it all that it measured."""
+    assert says("""
+import sys
+sys.path.insert(0, "tools")
+from profiling.watching import Gpu
+answer(used=3 * GB, fail={LIST: NO_PERMISSION})
+os.environ["CUDA_VISIBLE_DEVICES"] = UUID
+gpu = Gpu()
+gpu.start()
+answer(used=5 * GB, fail={LIST: NO_PERMISSION})
+say(gpu.used(ME), gpu.source)
+""") == [2 * GB, "NVML, growth of the whole device, from outside"]
+
+
 def test_any_number_of_processes_may_come(says):
     assert says("""
 answer((ME, 2 * GB))

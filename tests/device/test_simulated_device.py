@@ -3,6 +3,7 @@
 import functools
 import itertools
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.device.caching_allocator import GRANULE, CachingAllocator
 from seqpart.device.device import DOWN, UP
+from seqpart.device.limit import enforced, margin_of
 from seqpart.device.opening import open_device
 from seqpart.device.ordering import Unordered
 from seqpart.errors import DoesNotFit, OptionError
+from seqpart.profile.trials import Trials
 from seqpart.runtime.slots import Slots
 from seqpart.zoo.models import mlp
 from tests.exactly import FULL, HOWS, How, Trained, first_difference, numbers, tokens
@@ -24,6 +27,44 @@ from tests.runtime.test_exact import CASES, fresh
 
 SIM = "sim:rtx3060-12gb"
 MB = 1 << 20
+
+
+# --- the context ------------------------------------------------------------------------------------------------------
+
+
+def load_kernels(device, nbytes):
+    """Kernels are loaded when they are first used, and lie in the context."""
+    device.hardware = replace(device.hardware, context=device.hardware.context + nbytes)
+
+
+def test_what_the_context_grows_by_is_taken_from_the_allocator_s_cap():
+    """The cap was computed once: kernels that were loaded later, and more than the margin, passed the limit."""
+    device, held = open_device(SIM), []
+    limit = device.hardware.context + 200 * MB
+    with enforced(device, limit) as lower:
+        load_kernels(device, 40 * MB)
+        assert not lower()
+        with pytest.raises(torch.OutOfMemoryError):
+            while True:
+                held.append(device.empty(4 * MB))
+        assert limit - 2 * margin_of(limit) < device.used() <= limit - margin_of(limit)
+
+
+def test_kernels_that_trials_load_are_part_of_the_runtime_that_is_planned(monkeypatch):
+    """The runtime was measured before the blocks were run, and the peak of a GPU predicted too low by what they loaded."""
+    trainer = Trainer(mlp(16, 4, width=32, depth=2), None, "sgd", mem_limit="2GB", method="full", batch_size=8, device=SIM)
+    rows, to_come = (torch.randn(16, 16), torch.arange(16) % 4), [40 * MB]
+
+    def run(*_):
+        if to_come:
+            load_kernels(trainer.device, to_come.pop())
+            return True
+        return False
+
+    monkeypatch.setattr(Trials, "run", run)
+    with closing(trainer.prepare(*trainer.rows(rows, rows))) as planner:
+        before = planner.runtime
+        assert planner.planned().plan.runtime == before + 40 * MB
 
 
 # --- the allocator ----------------------------------------------------------------------------------------------------

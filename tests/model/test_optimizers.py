@@ -12,6 +12,7 @@ from torch import nn
 from seqpart import Trainer
 from seqpart.device.pages import aligned
 from seqpart.errors import CorruptFile, OptionError
+from seqpart.model.optimizer_trials import Temporaries
 from seqpart.model.optimizers import choose, describe
 from seqpart.store.layout import TensorSpec, spec_of
 
@@ -149,7 +150,7 @@ def test_the_state_of_each_optimizer_is_known_before_there_is_a_parameter():
     assert names(choose("sgd", lr=0.1, momentum=0.9)) == [("momentum_buffer", True)]
     for name in ("adam", "adamw"):
         assert names(choose(name, lr=0.1)) == [("exp_avg", True), ("exp_avg_sq", True), ("step", False)]
-        assert choose(name, lr=0.1).temporaries == 0
+        assert not any(choose(name, lr=0.1).temporaries())
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,23 @@ def test_the_state_of_each_optimizer_is_known_before_there_is_a_parameter():
 )
 def test_a_step_in_place_is_given_no_memory_for_temporaries(build, in_place):
     """Any function was: the peak of SGD was predicted 14 % too high."""
-    assert (describe("own", build).temporaries == 0) is in_place
+    assert any(describe("own", build).temporaries()) is not in_place
+
+
+@pytest.mark.parametrize(
+    ("options", "in_lists", "found"),
+    [
+        ({"foreach": False}, False, Temporaries(largest=2, second=1)), ({"foreach": True}, False, Temporaries(total=1)),
+        ({}, False, Temporaries(largest=2, second=1)), ({}, True, Temporaries(total=1)), ({"fused": True}, True, Temporaries()),
+    ],
+)  # fmt: skip
+def test_a_step_on_lists_of_parameters_is_given_memory_for_all_of_them(options, in_lists, found):
+    """The plan had room for the largest alone: a step of foreach, which torch takes on a GPU by itself, needs it for all, and
+    one parameter after the other also what is left of the one before."""
+    choice = describe("own", lambda parameters: torch.optim.AdamW(parameters, lr=0.1, **options))
+    assert choice.temporaries(in_lists=in_lists) == found
+    room = choice.step_room(100, 50, 1000, in_lists=in_lists)
+    assert room == 100 * found.largest + 50 * found.second + 1000 * found.total
 
 
 def test_state_has_its_parameter_s_name_shape_and_type():

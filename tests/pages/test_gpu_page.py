@@ -42,7 +42,7 @@ def test_a_part_that_fails_keeps_no_other_from_running(tmp_path):
     }  # fmt: skip
     assert "no such thing" in page
     assert page.endswith("2 parts did not end well\n")
-    assert "ran benchmarks.gpu_overlap" in (out / "log.txt").read_text()
+    assert "ran benchmarks.gpu.overlap" in (out / "log.txt").read_text()
     assert (out / "gpu-calibrated.toml").exists()
 
 

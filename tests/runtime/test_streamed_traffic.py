@@ -17,7 +17,7 @@ from seqpart.plan.problem import parts_of
 from seqpart.plan.simulator import Resources
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import StepDone, Verb
-from seqpart.store.layout import LINE
+from seqpart.store.layout import ALIGNMENT
 from tests import forced, machine
 
 ROWS, BATCH, EPOCHS = 24, 8, 2
@@ -26,11 +26,13 @@ WIDTHS = (6, 16, 10, 12, 4)
 """Four linear blocks, one a partition: of unequal sizes, so that no two are mistaken for each other."""
 LAST = len(WIDTHS) - 2
 
-WEIGHTS = [4 * b + round_up(4 * a * b, LINE) for a, b in itertools.pairwise(WIDTHS)]
-# Of the weight and of the bias: moments, each on a cache line, and a count of steps behind all of them.
+WEIGHTS = [4 * b + round_up(4 * a * b, ALIGNMENT) for a, b in itertools.pairwise(WIDTHS)]
+# Of the weight and of the bias: aligned moments, and a count of steps behind all of them.
 STATE = {
     "sgd": [0] * 4, "momentum": WEIGHTS,
-    "adam": [2 * round_up(4 * a * b, LINE) + round_up(4 * b, LINE) + 4 * b + 2 * 4 for a, b in itertools.pairwise(WIDTHS)],
+    "adam": [
+        2 * round_up(4 * a * b, ALIGNMENT) + round_up(4 * b, ALIGNMENT) + 4 * b + 2 * 4 for a, b in itertools.pairwise(WIDTHS)
+    ],
 }  # fmt: skip
 """Momentum: as large as the weights. Adam: two moments, and for each of two tensors a counter of 4 bytes."""
 OPTIONS = {"sgd": {"optimizer": "sgd"}, "momentum": {"optimizer": "sgd", "momentum": 0.9}, "adam": {"optimizer": "adam"}}

@@ -91,7 +91,11 @@ class Gpu:
         self.source = "NVML, growth of the whole device, from outside"
 
     def used(self, pid: int) -> int:
-        for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
+        try:
+            listed = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        except self._nvml.NVMLError:  # some virtual machines do not say who computes
+            listed = []
+        for process in listed:
             if process.pid == pid and process.usedGpuMemory is not None:
                 self.source = "NVML, that process, from outside"
                 return int(process.usedGpuMemory)

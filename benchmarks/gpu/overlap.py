@@ -1,7 +1,7 @@
 """Does a streamed update take little more than its longest part? Seconds of computing and of copies, by torch.profiler.
 
-    python -m benchmarks.gpu_overlap                               on a GPU: L under 2 GB, four updates
-    python -m benchmarks.gpu_overlap --device sim --width 256      the same by the simulated device's own account
+    python -m benchmarks.gpu.overlap                               on a GPU: L under 2 GB, four updates
+    python -m benchmarks.gpu.overlap --device sim --width 256      the same by the simulated device's own account
 
 A part's seconds are those in which at least one of its kernels or copies runs. The ratio, wall / max(computing, up, down), is 1
 where everything else hides behind the longest part. Results: benchmarks/results/gpu-overlap-DEVICE.json.

@@ -1,6 +1,6 @@
 """The page at the end of benchmarks/gpu.sh: part, seconds, how it ended, and its main figures.
 
-    python -m benchmarks.gpu_page FOLDER     which has parts.tsv (part, seconds, exit code), PART.log, and `begun`, made first
+    python -m benchmarks.gpu.page FOLDER     which has parts.tsv (part, seconds, exit code), PART.log, and `begun`, made first
 
 Figures are read from the JSON files that the parts wrote since `begun`; of a part without one, its last line is shown.
 """

@@ -1,6 +1,6 @@
 """Seconds per update against memory on a GPU: plain PyTorch, checkpoint_sequential, and `--method auto` under some limits.
 
-    python -m benchmarks.gpu_frontier [--network L] [--limits 2GB,4GB,8GB] [--seconds 80]
+    python -m benchmarks.gpu.frontier [--network L] [--limits 2GB,4GB,8GB] [--seconds 80]
 
 Each arm runs in a fresh process that is watched from outside (NVML), and is kept as soon as it has ended: a call that is cut
 short keeps what it has. --seconds starts no further arm after so long. Results: benchmarks/results/gpu-frontier-gpu.json.

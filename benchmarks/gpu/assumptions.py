@@ -1,8 +1,8 @@
 """What plans assume of a device, beside what it is: context, granule, growth, workspaces, links, rates, disk.
 
-    python -m benchmarks.gpu_assumptions                           on a GPU; beside the table of that card, if there is one
-    python -m benchmarks.gpu_assumptions --assume h100 --calibrate mine.toml     then: seqpart train --device sim:mine.toml
-    python -m benchmarks.gpu_assumptions --device sim --quick      the same measures of the simulated device, by its own clock
+    python -m benchmarks.gpu.assumptions                           on a GPU; beside the table of that card, if there is one
+    python -m benchmarks.gpu.assumptions --assume h100 --calibrate mine.toml     then: seqpart train --device sim:mine.toml
+    python -m benchmarks.gpu.assumptions --device sim --quick      the same measures of the simulated device, by its own clock
 
 A measure that fails says so and keeps no other from being taken. Results: benchmarks/results/gpu-assumptions-DEVICE.json.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import record
-from benchmarks.gpu_measures import Bench, Row, rows_of
+from benchmarks.gpu.measures import Bench, Row, rows_of
 from seqpart.device.card import Hardware, load, names
 from seqpart.device.device import Device
 from seqpart.device.opening import open_device
@@ -65,7 +65,7 @@ def calibrated(device: Device, rows: Sequence[Row], assumed: Hardware | None) ->
             f"--calibrate: {', '.join(missing)} could not be measured, and no --assume says what to take instead."
         )
     values = {name: measured.get(name) or _of(assumed, name) for name in wanted}
-    origin = f"{time.strftime('%Y-%m-%d')}, benchmarks.gpu_assumptions, torch {torch.__version__}"
+    origin = f"{time.strftime('%Y-%m-%d')}, benchmarks.gpu.assumptions, torch {torch.__version__}"
     said = {
         name: f"measured: {origin}" if name in measured else f"assumed: {assumed.name if assumed else ''}"
         for name in wanted

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu_assumptions.py measures of a device, each beside what the plan assumes of it.
+"""What benchmarks/gpu/assumptions.py measures of a device, each beside what the plan assumes of it.
 
 By the device's own calls, so that the simulated one answers them too. Seconds are the host's around waits; the simulated device
 has a clock of its own.

@@ -1,6 +1,6 @@
 """The command `seqpart` under PyTorch's CUDA sanitizer, also in the threads that copy.
 
-    python -m benchmarks.gpu_sanitized verify --device cuda --mem-limit 1.5GB
+    python -m benchmarks.gpu.sanitized verify --device cuda --mem-limit 1.5GB
 
 It tells of two kernels or copies on different streams that touch the same memory of the GPU and are not ordered by an event.
 TORCH_CUDA_SANITIZER=1 alone sees the operations of the first thread only, and nearly all our copies are issued by others.
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.cuda import _sanitizer
+from torch.cuda import _gpu_trace, _sanitizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpart.__main__ import console
@@ -26,12 +26,14 @@ class _Elsewhere(TorchDispatchMode):
         return _sanitizer.cuda_sanitizer.dispatch.__torch_dispatch__(func, types, args, kwargs)
 
 
+_LOCK = threading.RLock()
+
+
 def _in_turn(handle: Callable[..., Any]) -> Callable[..., Any]:
     """Its notes of who touched what are Python's, and threads would write them at the same time."""
-    lock = threading.RLock()
 
     def locked(*arguments: Any) -> Any:
-        with lock:
+        with _LOCK:
             return handle(*arguments)
 
     return locked
@@ -43,7 +45,10 @@ def watch_all_threads() -> None:
         _sanitizer.enable_cuda_sanitizer()
     handler = _sanitizer.cuda_sanitizer.dispatch.event_handler
     handler._handle_kernel_launch = _in_turn(handler._handle_kernel_launch)  # type: ignore[method-assign]
-    copying = CudaDevice.copying
+    for registry in vars(_gpu_trace).values():  # of allocations, streams and events
+        if isinstance(registry, _gpu_trace.CallbackRegistry):
+            registry.callback_list[:] = map(_in_turn, registry.callback_list)
+    copying, is_over = CudaDevice.copying, CudaDevice.is_over
 
     @contextmanager
     def watched(self: CudaDevice, way: str) -> Iterator[None]:
@@ -55,7 +60,14 @@ def watch_all_threads() -> None:
                 with _Elsewhere():
                     yield
 
-    CudaDevice.copying = watched  # type: ignore[method-assign]
+    def synchronized(self: CudaDevice, event: Any) -> bool:
+        """The sanitizer does not see `Event.query`, so that what follows a true answer would look unordered."""
+        over = is_over(self, event)
+        if over:
+            self.wait(event)
+        return over
+
+    CudaDevice.copying, CudaDevice.is_over = watched, synchronized  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
