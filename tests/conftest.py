@@ -71,9 +71,9 @@ def a_machine_that_is_measured_once():
     warm_up, warm = inputs.warm_up, set()
 
     def warm_up_once(device):
-        if device.hardware is not None or os.getpid() not in warm:
+        if device.hardware is not None or (os.getpid(), device.kind) not in warm:
             warm_up(device)
-            warm.add(os.getpid())
+            warm.add((os.getpid(), device.kind))
 
     inputs.warm_up = warm_up_once
     MEASURED.disk_probe = 1 << 20

@@ -11,14 +11,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
 from benchmarks import record
-from benchmarks.gpu.measures import Bench, Row, rows_of
+from benchmarks.gpu.measures import MEASURES, Bench, Measure, Row, rows_of
 from seqpart.device.card import Hardware, load, names
 from seqpart.device.device import Device
 from seqpart.device.opening import open_device
@@ -119,18 +119,24 @@ def main(words: Sequence[str] | None = None) -> int:
     except OptionError as error:
         print(f"refused: {error.with_flags}", file=sys.stderr)
         return error.exit_code
+    rows = kept("gpu-assumptions", Bench(device=device, assumed=assumed, folder=options.folder, quick=options.quick), MEASURES)
+    failed = any(row.note.startswith("failed") for row in rows)
+    return _calibrate(options.calibrate, device, rows, assumed) or int(failed)
+
+
+def kept(name: str, bench: Bench, measures: Iterable[Measure]) -> list[Row]:
+    """Prints and saves one row after the other, and returns all."""
+    device, assumed, rows = bench.device, bench.assumed, list[Row]()
     of = assumed.name if assumed else "nothing: no table is of this card, and no --assume names one"
     print(f"{device.name}, beside what is assumed of {of}\n{'':38} {'assumed':>14} {'measured':>14} {'ratio':>7}")
-    rows = []
     with device.at_work():
-        for row in rows_of(Bench(device=device, assumed=assumed, folder=options.folder, quick=options.quick)):
+        for row in rows_of(bench, measures):
             rows.append(row)
             print(line(row), flush=True)
             result = {"device": device.name, "assumed": of, "rows": [asdict(row) for row in rows]}
-            path = record.save("gpu-assumptions", result, device.kind)
+            path = record.save(name, result, device.kind)
     print(f"saved: {path}")
-    failed = any(row.note.startswith("failed") for row in rows)
-    return _calibrate(options.calibrate, device, rows, assumed) or int(failed)
+    return rows
 
 
 def _calibrate(path: Path | None, device: Device, rows: Sequence[Row], assumed: Hardware | None) -> int:

@@ -6,8 +6,8 @@ has a clock of its own.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -22,8 +22,8 @@ from seqpart.device.usage import MemoryUsage
 from seqpart.store.direct import REQUEST, DirectFile
 
 KIB, MIB = 1 << 10, 1 << 20
-CUBLAS = 8 * MIB + 128 * KIB
-"""A workspace of cuBLAS as PyTorch makes it, :4096:2:16:8; 32 MiB on Hopper. One for each thread that computes."""
+CUBLAS, CUBLAS_OF_HOPPER = 8 * MIB + 128 * KIB, 32 * MIB
+"""A workspace of cuBLAS as PyTorch makes it: one for each thread that computes."""
 _LIMIT = 2 * 10**9
 """A limit such as users give: its margin is what the context may grow by."""
 
@@ -48,6 +48,8 @@ class Bench:
     assumed: Hardware | None
     folder: Path
     quick: bool
+    noted: dict[str, int] = field(default_factory=dict)
+    """What one measure leaves for another."""
 
     def now(self) -> float:
         return self.device.streams.seconds if isinstance(self.device, SimulatedDevice) else time.perf_counter()
@@ -73,9 +75,12 @@ class Bench:
         return None if self.assumed is None else self.assumed.flops[dtype]
 
 
-def rows_of(bench: Bench) -> Iterator[Row]:
+Measure = Callable[[Bench], Iterator[Row]]
+
+
+def rows_of(bench: Bench, measures: Iterable[Measure]) -> Iterator[Row]:
     """Every measure's; one that fails says so and keeps no other from being taken."""
-    for measure in MEASURES:
+    for measure in measures:
         try:
             yield from measure(bench)
         except Exception as error:
@@ -92,11 +97,11 @@ def context(bench: Bench) -> Iterator[Row]:
     warm_up(device)
     bench.rest()
     runtime = measure_runtime(device)
-    warm = usage.read() - device.reserved()
+    bench.noted["context"] = warm = usage.read() - device.reserved()
     assumed = bench.table("context")
     yield Row(what="the card's memory", unit="B", assumed=bench.table("memory"), measured=device.total_memory(), field="memory")
     yield Row(what="context, bare", unit="B", assumed=assumed, measured=bare, note=usage.source)
-    yield Row(what="context behind the warm-up", unit="B", assumed=assumed, measured=warm)
+    yield Row(what="context after the warm-up", unit="B", assumed=assumed, measured=warm)
     yield Row(what="runtime that a plan begins with", unit="B", assumed=assumed, measured=runtime, field="context")
 
 
@@ -140,7 +145,8 @@ def cublas(bench: Bench) -> Iterator[Row]:
     more = device.allocated() - known
     torch._C._cuda_clearCublasWorkspaces()
     found = known + more - device.allocated()
-    yield Row(what="cuBLAS workspaces, both threads", unit="B", assumed=2 * CUBLAS, measured=found)
+    workspace = CUBLAS_OF_HOPPER if torch.cuda.get_device_capability(device.torch)[0] == 9 else CUBLAS
+    yield Row(what="cuBLAS workspaces, both threads", unit="B", assumed=2 * workspace, measured=found)
     yield Row(what="what bfloat16 adds to them", unit="B", assumed=0, measured=more, note="growth has to cover it")
     warm_up(device)
 
@@ -205,13 +211,13 @@ def copies(bench: Bench) -> Iterator[Row]:
     largest = 16 * MIB if bench.quick else 256 * MIB
     sizes = [4 * KIB, 64 * KIB, MIB, 16 * MIB, largest]
     latency = bench.table("copy_latency")
-    for way, field in ((UP, "h2d"), (DOWN, "d2h")):
-        rate = bench.table(field)
+    for way, link in ((UP, "h2d"), (DOWN, "d2h")):
+        rate = bench.table(link)
         for nbytes in sorted(set(sizes)):
             took = _copying(bench, way, nbytes)
             expected = None if rate is None or latency is None else nbytes / (latency + nbytes / rate)
             row = Row(what=f"copies {way}, {_size(nbytes)}", unit="B/s", assumed=expected, measured=nbytes / took)
-            yield row if nbytes < largest else replace(row, assumed=rate, field=field)
+            yield row if nbytes < largest else replace(row, assumed=rate, field=link)
             if nbytes == sizes[0] and way == UP:
                 yield Row(what="a small copy, and the wait", unit="s", assumed=latency, measured=took, field="copy_latency")
     yield from _both_ways(bench, largest)
@@ -328,18 +334,19 @@ def disk(bench: Bench) -> Iterator[Row]:
                 file.finish(nbytes, durable=True)
             rates.append(nbytes / (bench.now() - began))
         note = "around the page cache" if file.direct else "through the page cache: O_DIRECT is refused here"
-    for field, rate in zip(("disk_write", "disk_read"), rates, strict=True):
-        yield Row(what=field.replace("_", ", "), unit="B/s", assumed=bench.table(field), measured=rate, field=field, note=note)
+    for way, rate in zip(("disk_write", "disk_read"), rates, strict=True):
+        yield Row(what=way.replace("_", ", "), unit="B/s", assumed=bench.table(way), measured=rate, field=way, note=note)
 
 
 def context_now(bench: Bench) -> Iterator[Row]:
-    """Behind all of the above: what kernels that were loaded late have added."""
+    """After all of the above: what kernels that were loaded late have added."""
     bench.rest()
     grown = MemoryUsage(bench.device).read() - bench.device.reserved()
-    yield Row(what="context behind everything", unit="B", assumed=bench.table("context"), measured=grown)
-    yield Row(what="margin of a limit of 2 GB", unit="B", assumed=margin_of(_LIMIT), note="what the context may grow by")
+    yield Row(what="context after everything", unit="B", assumed=bench.table("context"), measured=grown)
+    more = grown - bench.noted.get("context", grown)
+    yield Row(what="of it since the warm-up", unit="B", assumed=margin_of(_LIMIT), measured=more, note="the margin of 2 GB")
 
 
-MEASURES: tuple[Callable[[Bench], Iterator[Row]], ...] = (
+MEASURES: tuple[Measure, ...] = (
     context, granule, cublas, growth, copies, waiting, launches, matmuls, memory, optimizer, disk, context_now,
 )  # fmt: skip

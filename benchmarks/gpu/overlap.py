@@ -93,8 +93,12 @@ class Probe(Protocol):
     def end(self) -> Busy: ...
 
 
+_UNKNOWN = float("nan")
+
+
 class Traced:
-    """By torch.profiler. It is used once before the run: what it takes of the GPU belongs to the runtime of the plan."""
+    """By torch.profiler. It is used once before the run: what it takes of the GPU belongs to the runtime of the plan. Where it
+    fails, only the seconds of the whole are known."""
 
     def __init__(self) -> None:
         self.begin()
@@ -103,16 +107,22 @@ class Traced:
 
     def begin(self) -> None:
         torch.cuda.synchronize()
+        self._began = time.perf_counter()
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self._profile.start()
 
     def end(self) -> Busy:
         torch.cuda.synchronize()
-        self._profile.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self._profile.export_chrome_trace(str(path))
-            return busy_of(json.loads(path.read_text())["traceEvents"])
+        wall = time.perf_counter() - self._began
+        try:
+            self._profile.stop()
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json"
+                self._profile.export_chrome_trace(str(path))
+                return busy_of(json.loads(path.read_text())["traceEvents"])
+        except Exception as error:
+            print(f"torch.profiler: {error}", file=sys.stderr)
+            return Busy(wall=wall, computing=_UNKNOWN, up=_UNKNOWN, down=_UNKNOWN)
 
 
 class Simulated:

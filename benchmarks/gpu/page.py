@@ -1,8 +1,9 @@
-"""The page at the end of benchmarks/gpu.sh: part, seconds, how it ended, and its main figures.
+"""The page at the end of smoke.sh, contract.sh and speed.sh: part, seconds, how it ended, and its main figures.
 
     python -m benchmarks.gpu.page FOLDER     which has parts.tsv (part, seconds, exit code), PART.log, and `begun`, made first
 
-Figures are read from the JSON files that the parts wrote since `begun`; of a part without one, its last line is shown.
+Figures are read from the JSON files that the parts wrote since `begun`; of a part without one its failed tests and its last
+line are shown. A page has at most 10,000 characters.
 """
 
 import json
@@ -12,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
+from benchmarks.gpu.assumptions import line
+from benchmarks.gpu.llama import said as of_arm
+from benchmarks.gpu.measures import Row
+from benchmarks.gpu.verified import said as of_model
 
-_TIMED_OUT = (124, 137)
-_WIDTH = 110
+_TIMED_OUT = ("124", "137")
+_WIDTH, _MOST, _FAILED_TESTS = 110, 10_000, 12
 _GB = 1e9
 _OFF = 1.25
 """What a plan assumes may be off by this factor before the page names it."""
@@ -29,6 +34,23 @@ def assumptions(result: dict[str, Any]) -> list[str]:
     found += [f"{row['what']}: {row['measured'] / row['assumed']:.2f} of what is assumed" for row in off]
     found += [f"{row['what']}: {row['measured'] / 1e6:.1f} MB, assumed {row['assumed'] / 1e6:.1f}" for row in more]
     return found + ([f"could not be measured: {', '.join(failed)}"] if failed else [])
+
+
+def probe(result: dict[str, Any]) -> list[str]:
+    return [" ".join(line(Row(**row)).replace(" - ", " ").split()) for row in result["rows"]]
+
+
+def verified(result: dict[str, Any]) -> list[str]:
+    return [f"{name}: {of_model(found)}" for name, found in result.items()]
+
+
+def resumed(result: dict[str, Any]) -> list[str]:
+    return [f"{result['killed']['killed']} kill(s), then {'the' if result['equal'] else 'NOT the'} weights of an unbroken run"]
+
+
+def llama(result: dict[str, Any]) -> list[str]:
+    arms = [f"{result['size']} {name}: {of_arm(arm)}" for name, arm in result["arms"].items()]
+    return arms + ([f"left out: {', '.join(result['left_out'])}"] if result["left_out"] else [])
 
 
 def overlap(result: dict[str, Any]) -> list[str]:
@@ -71,6 +93,11 @@ def _error(predicted: float, measured: float) -> str:
 
 
 FIGURES: dict[str, tuple[str, str, Callable[[dict[str, Any]], list[str]]]] = {
+    "probe": ("gpu-probe", "cuda", probe),
+    "verified": ("gpu-verified", "cuda", verified),
+    "resumed": ("gpu-resumed", "cuda", resumed),
+    "llama": ("gpu-llama", "cuda", llama),
+    "llama-3B": ("gpu-llama-3B", "cuda", llama),
     "assumptions": ("gpu-assumptions", "cuda", assumptions),
     "overlap": ("gpu-overlap", "cuda", overlap),
     "grid": ("contract_grid", "gpu", grid),
@@ -94,7 +121,8 @@ def figures(part: str, folder: Path) -> list[str]:
             return [f"{path.name} is not what was expected: {error!r}"]
     log = folder / f"{part}.log"
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
-    return [lines[-1]] if lines else ["no output"]
+    failed = [text for text in lines if text.startswith(("FAILED ", "ERROR "))]
+    return [*failed[:_FAILED_TESTS], lines[-1]] if lines else ["no output"]
 
 
 def page(folder: Path) -> tuple[list[str], int]:
@@ -102,9 +130,8 @@ def page(folder: Path) -> tuple[list[str], int]:
     lines, failures = [f"{'part':12} {'seconds':>7}  {'ended':9} figures"], 0
     for entry in (folder / "parts.tsv").read_text().splitlines():
         part, seconds, status = entry.split("\t")
-        code = int(status)
-        ended = "ok" if not code else "timed out" if code in _TIMED_OUT else f"failed {code}"
-        failures += bool(code)
+        ended = {"0": "ok", **dict.fromkeys(_TIMED_OUT, "timed out")}.get(status, f"failed {status}")
+        ended, failures = (status if status == "left out" else ended), failures + (status != "0")
         for number, figure in enumerate(figures(part, folder)):
             head = f"{part:12} {seconds:>7}  {ended:9}" if not number else " " * 31
             lines.append(f"{head} {figure[:_WIDTH]}")
@@ -114,7 +141,8 @@ def page(folder: Path) -> tuple[list[str], int]:
 def main(words: Sequence[str] | None = None) -> int:
     (folder,) = sys.argv[1:] if words is None else words
     lines, failures = page(Path(folder))
-    print("\n".join(lines))
+    *most, last = lines
+    print("\n".join(most)[: _MOST - len(last) - 2] + f"\n{last}")
     return int(failures > 0)
 
 

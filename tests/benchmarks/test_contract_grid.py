@@ -6,7 +6,8 @@ import pytest
 import torch
 import torchvision
 
-from benchmarks import contract_grid, gpu_models, record
+from benchmarks import contract_grid, record
+from benchmarks.gpu import models
 from seqpart.model.blocks import as_chain
 from seqpart.profile.blocks import measure_chain
 
@@ -21,12 +22,12 @@ def test_the_models_have_the_published_numbers_of_parameters():
         published = [
             sum(p.numel() for p in build().parameters()) for build in (torchvision.models.resnet50, torchvision.models.vit_b_16)
         ]
-    assert [parameters(gpu_models.resnet50()), parameters(gpu_models.vit_b16())] == published
+    assert [parameters(models.resnet50()), parameters(models.vit_b16())] == published
     tied, output = 1_557_611_200, 50257 * 1600 + 50257  # GPT-2 XL shares its output's weight with the embedding
-    assert parameters(gpu_models.gpt2_xl()) == tied + output
+    assert parameters(models.gpt2_xl()) == tied + output
 
 
-@pytest.mark.parametrize(("model", "rows"), [(gpu_models.resnet50, gpu_models.images), (gpu_models.vit_b16, gpu_models.images)])
+@pytest.mark.parametrize(("model", "rows"), [(models.resnet50, models.images), (models.vit_b16, models.images)])
 @pytest.mark.few(1)
 def test_rows_pass_through_every_block(model, rows):
     (x, _), _ = rows(4)

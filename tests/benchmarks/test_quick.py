@@ -90,13 +90,14 @@ def test_a_benchmark_whose_package_is_absent_says_so_in_one_sentence(command, mo
     assert ended.value.code == f"This benchmark needs {ABSENT[command]}: pip install {ABSENT[command]}"
 
 
-OF_A_GPU = [["bash", "benchmarks/gpu.sh"]]
-OF_A_GPU += [[sys.executable, "-m", f"benchmarks.gpu_{name}"] for name in ("frontier", "overlap", "assumptions")]
+OF_A_GPU = [["bash", f"benchmarks/gpu/{name}.sh"] for name in ("smoke", "contract", "speed")]
+_OWN = ("frontier", "overlap", "assumptions", "probe", "verified", "resumed", "llama")
+OF_A_GPU += [[sys.executable, "-m", f"benchmarks.gpu.{name}"] for name in _OWN]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("words", OF_A_GPU, ids=["all", "frontier", "overlap", "assumptions"])
+@pytest.mark.parametrize("words", OF_A_GPU, ids=["smoke", "contract", "speed", *_OWN])
 def test_a_benchmark_of_a_gpu_says_in_one_sentence_that_there_is_none(words):
     environment = {**ENVIRONMENT, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)

@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import gpu_assumptions, gpu_measures, record
+from benchmarks import record
+from benchmarks.gpu import assumptions, measures
 from benchmarks.gpu.measures import Row
 from seqpart.device.card import Hardware, load
 from seqpart.device.opening import open_device
@@ -24,7 +25,7 @@ def results(monkeypatch, tmp_path):
 
 def test_a_device_that_was_measured_is_simulated_by_the_table_that_was_written(results, capsys):
     path = results / "mine.toml"
-    assert gpu_assumptions.main(["--device", f"sim:{CARD}", "--quick", "--folder", str(results), "--calibrate", str(path)]) == 0
+    assert assumptions.main(["--device", f"sim:{CARD}", "--quick", "--folder", str(results), "--calibrate", str(path)]) == 0
     found, simulated = load(str(path)), load(CARD)
     assert (found.memory, found.context) == (simulated.memory, simulated.context)
     for name in ("h2d", "d2h", "copy_latency", "launch", "disk_read", "disk_write"):
@@ -47,8 +48,8 @@ def test_a_measure_that_fails_says_so_and_the_others_are_taken(monkeypatch, resu
         raise RuntimeError("no such luck\nand more")
         yield
 
-    monkeypatch.setattr(gpu_measures, "MEASURES", (broken, gpu_measures.granule))
-    assert gpu_assumptions.main(["--device", "sim", "--quick"]) == 1
+    monkeypatch.setattr(assumptions, "MEASURES", (broken, measures.granule))
+    assert assumptions.main(["--device", "sim", "--quick"]) == 1
     said = capsys.readouterr().out
     assert "failed: RuntimeError: no such luck\n" in said
     assert "granule of the allocator" in said
@@ -56,25 +57,25 @@ def test_a_measure_that_fails_says_so_and_the_others_are_taken(monkeypatch, resu
 
 def test_what_was_not_measured_is_taken_from_what_is_assumed_or_refused():
     device, row = open_device("sim"), Row(what="", field="h2d", measured=3e9)
-    text, missing = gpu_assumptions.calibrated(device, [row], load(CARD))
+    text, missing = assumptions.calibrated(device, [row], load(CARD))
     assert "h2d = 3000000000.0\n" in text
     assert "h2d" not in missing and "flops.float32" in missing
     with pytest.raises(OptionError, match=r"memory, context, flops\.float32, .* could not be measured, and no assume"):
-        gpu_assumptions.calibrated(device, [row], None)
+        assumptions.calibrated(device, [row], None)
 
 
 def test_a_gpu_that_is_not_there_is_refused_in_words(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_assumptions.main([]) == 2
+    assert assumptions.main([]) == 2
     assert "refused: --device cuda: no usable CUDA GPU was found." in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        gpu_assumptions.main(["--device", "cpu"])
+        assumptions.main(["--device", "cpu"])
 
 
 def test_a_card_is_known_by_its_name(monkeypatch):
     device = open_device("sim")
     monkeypatch.setattr(device, "hardware", None)
-    assert gpu_assumptions.table_for(device, "") == load("rtx3060-12gb")
-    assert gpu_assumptions.table_for(device, "h100") == load("h100")
+    assert assumptions.table_for(device, "") == load("rtx3060-12gb")
+    assert assumptions.table_for(device, "h100") == load("h100")
     monkeypatch.setattr(type(device), "name", "NVIDIA H200")
-    assert gpu_assumptions.table_for(device, "") is None
+    assert assumptions.table_for(device, "") is None

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import gpu_overlap, record
+from benchmarks import record
+from benchmarks.gpu import overlap
 from benchmarks.gpu.overlap import busy_of, covered
 
 PINNED = "Memcpy HtoD (Pinned -> Device)"
@@ -67,7 +68,7 @@ def test_the_simulated_device_says_it_of_itself(monkeypatch, tmp_path, capsys):
         "--folder",
         str(tmp_path),
     ]
-    assert gpu_overlap.main(words) == 0
+    assert overlap.main(words) == 0
     found = json.loads((tmp_path / "gpu-overlap-sim.json").read_text())["result"]
     assert found["ratio"] >= 1
     assert min(found[part] for part in ("computing", "up", "down")) > 0
@@ -77,7 +78,7 @@ def test_the_simulated_device_says_it_of_itself(monkeypatch, tmp_path, capsys):
 
 def test_without_a_gpu_it_refuses_in_words(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_overlap.main([]) == 2
+    assert overlap.main([]) == 2
     assert "refused: --device cuda: no usable CUDA GPU was found." in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        gpu_overlap.main(["--device", "cpu"])
+        overlap.main(["--device", "cpu"])
