@@ -174,9 +174,18 @@ class Device:
 
     @contextmanager
     def own_random_state(self) -> Iterator[None]:
-        """A context with gradients on, after which the caller's random states are as if nothing had been drawn."""
-        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=self._generators()):
-            yield
+        """A context with gradients on, after which the caller's random states are as if nothing had been drawn.
+
+        Inside an autocast of the caller's that goes on for several updates, weights are cast anew for each: that would keep
+        casts of the first ones until it ends.
+        """
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=self._generators()):
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(caches)
 
     def _generators(self) -> list[int]:
         """Indexes of the GPUs whose random state is saved too."""

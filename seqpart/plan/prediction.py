@@ -32,7 +32,7 @@ from seqpart.plan.problem import (
 from seqpart.plan.simulator import PredictedStep, Resources, simulate
 from seqpart.profile.partition import PartitionCost
 from seqpart.schedule.phase import Phase, PhaseKind
-from seqpart.schedule.phases import Epochs, Phases
+from seqpart.schedule.phases import Epochs, Phases, rooms_for_gradients
 from seqpart.schedule.steps import Verb
 from seqpart.units import format_size
 
@@ -108,11 +108,11 @@ def predict(
         resources, label_row=problem.label_row, borrows=not method.stays, at_host=places.homes,
         host_steps=places.steps - resources.weights_stay, narrow=places.narrow - resources.weights_stay,
         graphs_at_host=wanted,
-        gradients_room=problem.defers_updates and len(parts) > 1 and not method.stays,
         graph_buffers=graph_buffer_bytes(costs, offloads - wanted if problem.machine.host_counts else offloads),
     )  # fmt: skip
+    phases = _phases(problem, method, Candidate(micro_batch, parts, resources, keeps, offloads))
+    resources = replace(resources, gradients_room=rooms_for_gradients(phases))
     candidate = Candidate(micro_batch, parts, resources, keeps, offloads)
-    phases = _phases(problem, method, candidate)
     walked, predicted_steps, _ = simulate(phases, costs, problem.machine.speeds, resources)
     works = works_of(predicted_steps, len(parts))
     if resources.keeps_heap:

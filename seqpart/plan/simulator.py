@@ -176,8 +176,8 @@ class Resources:
     """True if a partition loads the shared weights that it borrows; where all partitions stay, they are there."""
     label_row: int = 0
     """Bytes of one row's labels, which wait on the device from the first partition's forward to the last one's backward."""
-    gradients_room: bool = False
-    """True if the slot must have room for gradients."""
+    gradients_room: frozenset[int] = frozenset()
+    """Partitions whose slot must have room for gradients."""
     at_host: frozenset[int] = frozenset()
     """Partitions whose homes are in host memory, and come and go by the device's link instead of the disk."""
     host_steps: frozenset[int] = frozenset()
@@ -243,7 +243,7 @@ class Simulator:
         self._clock = Clock(
             resources.slots, resources.stays, at_host=resources.at_host, graphs_at_host=resources.graphs_at_host,
             boundaries_on_disk="disk" in resources.tiers,
-            slotless=frozenset() if resources.gradients_room else resources.weights_stay,
+            slotless=resources.weights_stay - resources.gradients_room,
         )  # fmt: skip
         self._do = {
             Verb.LOAD: self._load,
@@ -324,7 +324,7 @@ class Simulator:
     def _in_slot(self, p: int) -> int:
         granted = self._resources
         return self._partitions[p].slot_bytes(
-            granted.gradients_room, p in granted.weights_stay, stateless=p in granted.host_steps
+            p in granted.gradients_room, p in granted.weights_stay, stateless=p in granted.host_steps
         )
 
     @property

@@ -214,7 +214,7 @@ class Executor:
 
     def _needs(self, step: Step) -> int:
         phase, p = self._phases[step.phase], step.partition
-        return self._partitions[p].needs(to_update=step.more, gradients=phase.defers_updates and p in phase.streams)
+        return self._partitions[p].needs(to_update=step.more, gradients=phase.gradients_wait(p))
 
     def _load(self, step: Step) -> tuple[int, int]:
         if step.partition not in self._coming:

@@ -40,7 +40,7 @@ from seqpart.runtime.watch import Watch, updates_before
 from seqpart.runtime.weight_store import UNBEGUN, WeightStore, open_places
 from seqpart.schedule.best import LoopState
 from seqpart.schedule.phase import Phase, PhaseKind
-from seqpart.schedule.phases import counted
+from seqpart.schedule.phases import counted, rooms_for_gradients
 from seqpart.schedule.progress import checked
 from seqpart.schedule.steps import Event, PhaseDone, Position, StepDone, Verb, steps_of
 from seqpart.units import format_size
@@ -319,12 +319,12 @@ class Run:
             prepared, partitions, exchanges, self.device, hooks, seed=settings.seed, start=start, metrics=metrics,
             ranks=self.ranks,
         )  # fmt: skip
-        gradients = any(phase.defers_updates and phase.streams for phase, _ in counted(prepared.phases[: stage.end]))
+        waiting = rooms_for_gradients(prepared.phases[: stage.end])
         # Where all stay, one that a test pass loads without its state must not take a slot that another needs for training.
         all_stay = not granted.borrows and granted.slots == len(partitions)  # ist's parts take turns in fewer
         staying = range(len(partitions)) if all_stay else granted.stays
         own = {p: partitions[p].needs(to_update=True, gradients=False) for p in staying}
-        shared = sorted(one.needs(to_update=True, gradients=gradients) for p, one in enumerate(partitions) if p not in own)
+        shared = sorted(one.needs(to_update=True, gradients=p in waiting) for p, one in enumerate(partitions) if p not in own)
         return Executor(
             compute, Slots(shared[-granted.slots:], self.device, own), self.homes.store,
             clip_grad_norm=settings.clip_grad_norm, rate=self.rate_of(stage), ranks=self.ranks,

@@ -231,6 +231,7 @@ class TrainingSession:
         yield
         self._untouched = False
 
+    @torch.inference_mode(False)
     def step(self, *given: object) -> float:
         """Makes one update with the rows of a batch, (x, y) or a dict with `labels`, no more than the example had: step(batch),
         or step(name, batch) where losses have names. Returns its loss before the update: the mean over the rows, or over what
@@ -289,6 +290,7 @@ class TrainingSession:
             finally:
                 self._stopping, self._steps = False, None
 
+    @torch.inference_mode(False)
     def evaluate(self, data: object, *, compute_metrics: ComputeMetrics = None) -> Evaluation:
         """Returns loss and accuracy of the current model on `data`, as `Trainer.evaluate` does. Rows are kept: a loader is
         iterated once."""

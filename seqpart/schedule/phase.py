@@ -209,6 +209,10 @@ class Phase:
         """True if p is loaded again for its next forward pass, where no update waits for the norm."""
         return p in self.streams and p > self.partition
 
+    def gradients_wait(self, p: int) -> bool:
+        """True if p's gradients wait at home for its update: as it streams, and is not the last that the norm waits for."""
+        return self.defers_updates and p in self.streams and (self.in_pairs or (self.trains(p) and p != self.lowest))
+
     def keeps_graph(self, p: int) -> bool:
         """True if p keeps its graph. The last partition runs forward in its BACKWARD, those below `lowest` have no BACKWARD."""
         return p in self.keeps and self.lowest <= p < self.last

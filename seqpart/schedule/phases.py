@@ -187,6 +187,11 @@ def dividing(phases: Sequence[Phase]) -> Phase | None:
     return next((phase for phase, _ in counted(phases) if phase.divides_state), None)
 
 
+def rooms_for_gradients(phases: Sequence[Phase]) -> frozenset[int]:
+    """Returns the partitions whose slot has room for gradients that wait at home."""
+    return frozenset(p for phase, _ in counted(phases) for p in phase.streams if phase.gradients_wait(p))
+
+
 def last_trainings(phases: Sequence[Phase]) -> dict[tuple[int, int], int]:
     """Returns the number of the last phase that trains a partition, by (stage, partition)."""
     trainings = phases.trainings() if isinstance(phases, Phases) else enumerate(phases)

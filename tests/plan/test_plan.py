@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
+from seqpart.device.device import Device
 from seqpart.errors import DoesNotFit, OptionError
 from seqpart.plan.plan import PartitionPlan, Plan, as_text_rows
 
@@ -126,3 +127,13 @@ def test_disk_for_rows_at_a_boundary_is_planned_only_where_a_partition_leaves_th
     x, y = rows
     with Trainer(blocks, method="streamed", **options).session((x[:8], y[:8])) as session:
         assert session.updates == 0
+
+
+def test_a_partition_whose_gradients_never_wait_has_no_room_for_them_in_its_slot(monkeypatch):
+    """With gradients clipped the peak of a network whose first partition is the largest was predicted 27 % too high."""
+    monkeypatch.setattr(Device, "keeps_heap", False)
+    rows = torch.randn(16, 3000), torch.arange(16) % 4
+    layers = [nn.Linear(3000, 2000), nn.Linear(2000, 8), nn.Linear(8, 4)]
+    asked = {"mem_limit": "2GB", "method": "streamed", "partitions": 3, "batch_size": 8, "quiet": True}
+    peaks = [Trainer(nn.Sequential(*layers), **asked, **more).plan(rows).peak for more in ({}, {"clip_grad_norm": 1.0})]
+    assert abs(peaks[1] - peaks[0]) < 3000 * 2000 * 4 // 4

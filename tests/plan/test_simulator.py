@@ -11,7 +11,7 @@ from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.plan.problem import parts_of
 from seqpart.plan.simulator import Clock, Disk, Resources, Simulator, simulate
 from seqpart.profile.machine import Speeds
-from seqpart.schedule.phases import Epochs, Phases
+from seqpart.schedule.phases import Epochs, Phases, rooms_for_gradients
 from seqpart.schedule.steps import Step, Verb, steps_of
 from tests import chains
 from tests.exactly import tiers
@@ -52,7 +52,7 @@ def test_equal_micro_batches_that_are_not_walked_through_change_neither_the_peak
     resources = Resources(
         slots=min(slots, count - len(stays)) if streamed else count, stays=stays, weights_stay=weights,
         tiers=tiers(tier, count),
-        label_row=8, borrows=streamed, gradients_room=defers_updates and streamed,
+        label_row=8, borrows=streamed, gradients_room=rooms_for_gradients(phases),
     )  # fmt: skip
     updates = -(-rows // batch)
     _, short, seconds = simulate(phases, costs, SPEEDS, resources)

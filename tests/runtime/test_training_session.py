@@ -1,5 +1,6 @@
 """A loop of one's own under the limit: `Trainer.session`."""
 
+import contextlib
 import signal
 from dataclasses import replace
 
@@ -73,6 +74,46 @@ def test_the_steps_of_a_loop_have_the_bits_of_a_plain_one(options, tmp_path):
     assert same(found, weights) and losses == pytest.approx(expected, rel=1e-6)
     assert proof.violations == 0 and proof.peak <= proof.limit
     assert files(tmp_path) == [], "nothing is left"
+
+
+@pytest.mark.parametrize("options", WAYS[:2], ids=str)
+def test_a_loop_inside_one_autocast_trains_by_the_weights_of_each_update(options, tmp_path):
+    """torch keeps casts of weights until the outermost autocast ends: all updates had those of the first."""
+    batches = [batch for _ in range(3) for batch in loader()]
+
+    def stepped(inside, each):
+        with trainer(tmp_path, **options).session(data()) as session, inside:
+            for batch in batches:
+                with each():
+                    session.step(batch)
+            return session.state_dict()
+
+    def autocast():
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    expected = stepped(contextlib.nullcontext(), autocast)
+    assert same(stepped(autocast(), contextlib.nullcontext), expected)
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_a_run_inside_an_autocast_has_the_bits_of_one_without_its_cache_of_casts(tmp_path):
+    def trained(caches):
+        one = trainer(tmp_path, epochs=2, shuffle=False, output_dir=tmp_path / str(caches))
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=caches):
+            return one.fit(data()).state_dict()
+
+    assert same(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("options", WAYS[:2], ids=str)
+def test_a_loop_may_stand_in_inference_mode(options, tmp_path):
+    """The batch was copied into tensors that autograd could not save, and the session ended with torch's error."""
+    batches = list(loader())
+    with trainer(tmp_path, **options).session(data()) as session, torch.inference_mode():
+        losses = [session.step(batch) for batch in batches]
+        found, tested = session.state_dict(), session.evaluate(data()).loss
+    expected, weights = plainly(batches)
+    assert same(found, weights) and losses == pytest.approx(expected, rel=1e-6) and tested > 0
 
 
 def test_all_methods_have_the_same_bits_where_micro_batches_begin_between_lines_of_the_cache(tmp_path):
