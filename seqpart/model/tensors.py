@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from seqpart.errors import ModelError
 from seqpart.model.inspection import listed
-from seqpart.store.layout import Layout, lies_dense, spec_of
+from seqpart.store.layout import ALIGNMENT, Layout, lies_dense, spec_of
 
 _MOST_MARKED = 1 << 26
 """Most elements between the ends of two tensors that are compared one by one."""
@@ -30,7 +30,7 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
-    return Layout.of(spec_of(name, tensor) for name, tensor in tensors.items())
+    return Layout.of((spec_of(name, tensor) for name, tensor in tensors.items()), ALIGNMENT)
 
 
 def twin_of(parameter: nn.Parameter, values: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:

@@ -36,7 +36,7 @@ from seqpart.profile.fake_mode import (
     quiet_random,
     real_module,
 )
-from seqpart.store.layout import Layout
+from seqpart.store.layout import ALIGNMENT, Layout
 
 _NONE = Layout(())
 _WORTH = 4 * 4096
@@ -186,7 +186,8 @@ def _lending(chain: Chain, costs: Sequence[BlockCost]) -> list[BlockCost]:
         lent[owner].append(nbytes)
     found: list[BlockCost] = []
     for block, cost, uses in zip(chain, costs, lent, strict=True):
-        narrow = Layout.of(spec for spec in cost.narrow.specs if (block.number, spec.name) not in names)
+        specs = (spec for spec in cost.narrow.specs if (block.number, spec.name) not in names)
+        narrow = Layout.of(specs, ALIGNMENT)
         borrows = tuple(found[owner] for owner, _ in cost.tied)
         found.append(replace(cost, lent=max(uses, default=0), borrowers=len(uses), borrows=borrows, narrow=narrow))
     return found
@@ -341,7 +342,7 @@ def _measure_module(
 
 def _narrow(layout: Layout, names: Collection[str]) -> Layout:
     specs = (spec for spec in layout.specs if spec.name in names and spec.nbytes >= _WORTH)
-    return Layout.of(replace(spec, dtype=torch.bfloat16) for spec in specs)
+    return Layout.of((replace(spec, dtype=torch.bfloat16) for spec in specs), ALIGNMENT)
 
 
 def _held(module: nn.Module, known: Collection[str]) -> int:

@@ -31,8 +31,8 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 LINE = 64
 """Alignment in bytes of torch's own tensors on the CPU."""
 ALIGNMENT = 256
-"""Alignment in bytes of tensors that share a buffer. torch's own begin at multiples of LINE on the CPU and of 512 on a GPU,
-where cuBLASLt chooses kernels by alignments up to 256 (aten/src/ATen/cuda/CUDABlas.cpp, `_getAlignment`)."""
+"""Alignment in bytes of weights and graphs. torch's own tensors begin at multiples of 512 on a GPU, where cuBLASLt chooses
+kernels by alignments up to 256 (aten/src/ATen/cuda/CUDABlas.cpp, `_getAlignment`)."""
 _FILLER = "seqpart.filler."
 
 
@@ -83,14 +83,14 @@ class Layout:
     specs: tuple[TensorSpec, ...]
 
     @classmethod
-    def of(cls, tensors: Iterable[TensorSpec]) -> Self:
+    def of(cls, tensors: Iterable[TensorSpec], alignment: int = LINE) -> Self:
         placed, offset = [], 0
         for spec in sorted(tensors, key=lambda spec: (-spec.dtype.itemsize, not spec.shape)):
             if spec.dtype not in CODES:
                 raise ModelError(
                     f"tensor {spec.name!r} has type {spec.dtype}, which cannot be stored. Use a plain float or int type."
                 )
-            placed.append(replace(spec, offset=round_up(offset, ALIGNMENT) if spec.shape and spec.nbytes else offset))
+            placed.append(replace(spec, offset=round_up(offset, alignment) if spec.shape and spec.nbytes else offset))
             offset = placed[-1].offset + spec.nbytes
         return cls(tuple(placed))
 

@@ -57,7 +57,7 @@ def test_a_run_moves_what_is_counted(arm, tmp_path):
     assert ist_costs.exchanges(job) == 2 * 2  # epochs of 4 updates
     read, written = found_by(job, tmp_path)["moved"]["split"]
     assert ist_costs.moved(job) <= read
-    assert 0 <= written - ist_costs.moved(job) < 0.05 * written, "but for what lies between tensors, to begin on cache lines"
+    assert 0 <= written - ist_costs.moved(job) < 0.2 * written, "but for what lies between tensors, which are aligned"
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from seqpart.plan.problem import parts_of
 from seqpart.plan.simulator import Resources
 from seqpart.report.reporter import Reporter
 from seqpart.schedule.steps import StepDone, Verb
-from seqpart.store.layout import ALIGNMENT
+from seqpart.store.layout import ALIGNMENT, LINE
 from tests import forced, machine
 
 ROWS, BATCH, EPOCHS = 24, 8, 2
@@ -27,14 +27,15 @@ WIDTHS = (6, 16, 10, 12, 4)
 LAST = len(WIDTHS) - 2
 
 WEIGHTS = [4 * b + round_up(4 * a * b, ALIGNMENT) for a, b in itertools.pairwise(WIDTHS)]
+GRADIENTS = [4 * b + round_up(4 * a * b, LINE) for a, b in itertools.pairwise(WIDTHS)]
 # Of the weight and of the bias: aligned moments, and a count of steps behind all of them.
 STATE = {
-    "sgd": [0] * 4, "momentum": WEIGHTS,
+    "sgd": [0] * 4, "momentum": GRADIENTS,
     "adam": [
-        2 * round_up(4 * a * b, ALIGNMENT) + round_up(4 * b, ALIGNMENT) + 4 * b + 2 * 4 for a, b in itertools.pairwise(WIDTHS)
+        2 * round_up(4 * a * b, LINE) + round_up(4 * b, LINE) + 4 * b + 2 * 4 for a, b in itertools.pairwise(WIDTHS)
     ],
 }  # fmt: skip
-"""Momentum: as large as the weights. Adam: two moments, and for each of two tensors a counter of 4 bytes."""
+"""Momentum: as large as the gradients. Adam: two moments, and for each of two tensors a counter of 4 bytes."""
 OPTIONS = {"sgd": {"optimizer": "sgd"}, "momentum": {"optimizer": "sgd", "momentum": 0.9}, "adam": {"optimizer": "adam"}}
 
 
@@ -113,7 +114,7 @@ def test_weights_that_stay_come_once_and_go_home_at_the_end(slots, defers_update
         tmp_path, monkeypatch, micro_batches=2, slots=slots, optimizer="adam", weights_stay=frozenset(range(4)), **options
     )
     for p, (weights, state) in enumerate(zip(WEIGHTS, STATE["adam"], strict=True)):
-        gradients = weights if defers_updates and p else 0
+        gradients = GRADIENTS[p] if defers_updates and p else 0
         assert sum(map(sum, counted.loads[p])) == weights + (UPDATES - 1) * state + UPDATES * gradients
         assert sum(map(sum, counted.saves[p])) == (UPDATES - 1) * state + weights
 
@@ -131,11 +132,11 @@ def test_clipping_costs_one_visit_more_and_the_gradients_way_home_and_back(slots
     counted = moves(tmp_path, monkeypatch, micro_batches=2, slots=slots, optimizer=optimizer, clip_grad_norm=0.5)
     for p, (weights, state) in enumerate(zip(WEIGHTS, STATE[optimizer], strict=True)):
         visits = (weights,) if p in (0, LAST) else (weights, weights)
-        gradients = weights if p else 0  # the first partition's are the last to be made: the norm is known then
+        gradients = GRADIENTS[p] if p else 0  # the first partition's are the last to be made: the norm is known then
         assert counted.loads[p] == [
             (*visits, weights + gradients),
             *([(*visits, weights + state + gradients)] * (UPDATES - 1)),
             (weights,),
         ]
         assert counted.saves[p] == [(weights + state,)] * (UPDATES - 1) + [(weights,)]
-        assert counted.gradients[p] == [(weights,) if p else ()] * UPDATES + [()]
+        assert counted.gradients[p] == [(GRADIENTS[p],) if p else ()] * UPDATES + [()]

@@ -11,7 +11,7 @@ from safetensors.torch import load
 
 from seqpart.device.pages import PAGE, aligned, bytes_of
 from seqpart.errors import CorruptFile, ModelError
-from seqpart.store.layout import ALIGNMENT, Layout, TensorSpec, decode_header, encode_header, header_size, spec_of
+from seqpart.store.layout import ALIGNMENT, LINE, Layout, TensorSpec, decode_header, encode_header, header_size, spec_of
 
 HOME = Path("home.safetensors")
 DTYPES = [
@@ -38,17 +38,17 @@ spec_lists = st.lists(
 )
 
 
-@given(spec_lists)
-def test_tensors_are_aligned_as_torch_s_own_and_what_lies_between_them_is_known(specs):
+@given(spec_lists, st.sampled_from([LINE, ALIGNMENT]))
+def test_tensors_are_aligned_as_torch_s_own_and_what_lies_between_them_is_known(specs, alignment):
     """A matrix behind a scalar began on byte 4, and with one row its product had other last bits than a plain loop's. On a GPU
     cuBLASLt asks for alignments up to 256, which multiples of 64 have not."""
     assert ALIGNMENT % 256 == 0
-    layout = Layout.of(specs)
+    layout = Layout.of(specs, alignment)
     end, gaps = 0, dict(layout.gaps)
     for spec in layout.specs:
         end += gaps.pop(end, 0) if spec.nbytes else 0
         assert spec.offset == end
-        assert spec.offset % (ALIGNMENT if spec.shape and spec.nbytes else spec.dtype.itemsize) == 0
+        assert spec.offset % (alignment if spec.shape and spec.nbytes else spec.dtype.itemsize) == 0
         end += spec.nbytes
     assert not gaps
     assert end == layout.nbytes <= layout.padded_nbytes

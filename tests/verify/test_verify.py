@@ -533,13 +533,13 @@ def test_norms_that_are_a_millionth_off_are_noticed(monkeypatch):
 
 @pytest.mark.usefixtures("no_further_runs")
 def test_weights_that_begin_off_a_cache_line_are_noticed(monkeypatch):
-    import seqpart.store.layout as layout
+    from seqpart.model import tensors
 
     def model():
         return nn.Sequential(nn.Linear(13, 13), nn.Sequential(nn.Linear(13, 3), SeesItsPlace(3, 5)))
 
     assert check(model, odd_rows(), batch_size=16, epochs=2, partitions=2).unlike == ""
-    monkeypatch.setattr(layout, "LINE", 1)
+    monkeypatch.setattr(tensors, "ALIGNMENT", 1)
     with pytest.raises(VerifyMismatch, match=r"a plain PyTorch loop over the same batches has others, first in"):
         check(model, odd_rows(), batch_size=16, epochs=2, partitions=2)
 
