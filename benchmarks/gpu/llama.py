@@ -10,6 +10,7 @@ time, and kernels take as long. Each arm is a fresh process, watched by NVML fro
 plain            the model's own forward pass, as many rows at once as were tried to fit
 checkpointed     with its own gradient checkpointing
 fsdp2            `fully_shard` of every layer, checkpointed, CPUOffloadPolicy, one rank
+ramtorch         its OffloadModel: layers streamed from pinned memory, recomputed, steps on the host (where it is installed)
 LIMIT            `--method auto` under that limit
 """
 
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -108,6 +110,50 @@ def plain(options: argparse.Namespace, *, checkpointed: bool, sharded: bool) -> 
     return timed(options, ids, update)
 
 
+class Chunk(nn.Module):
+    """A layer of the model, with the places of its tokens: hidden states in and out."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.rotary = layer, rotary
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1], device=x.device)[None]
+        hidden: torch.Tensor = self.layer(x, position_embeddings=self.rotary(x, places), attention_mask=None)
+        return hidden
+
+
+def streamed_by_ramtorch(options: argparse.Namespace) -> list[float]:
+    from ramtorch import OffloadModel
+
+    whole: Any = model_of(options.size, "cpu")
+    vocabulary = SIZES[options.size]["vocab_size"]
+    whole.lm_head.weight = nn.Parameter(whole.lm_head.weight.detach().clone())  # it has no tied weights
+    layers = [Chunk(layer, whole.model.rotary_emb) for layer in whole.model.layers]
+    model = OffloadModel(
+        [whole.model.embed_tokens, *layers, nn.Sequential(whole.model.norm, whole.lm_head)], device=options.device
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def update(rows: torch.Tensor) -> None:
+        parts = rows.split(options.rows)
+
+        def loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            found = nn.functional.cross_entropy(logits[:, :-1].float().reshape(-1, vocabulary), ids[:, 1:].reshape(-1))
+            return found / len(parts)
+
+        for part in parts:
+            with torch.autocast(options.device, dtype=torch.bfloat16, cache_enabled=False):
+                model.step(part.to(options.device), targets=part.to(options.device), loss_fn=loss)
+        model.flush_grads()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = timed(options, rows_of(options), update)
+    model.close()
+    return found
+
+
 class Clock:
     """A callback that notes when each update ended."""
 
@@ -136,6 +182,8 @@ def measured(options: argparse.Namespace) -> list[float]:
     """Seconds of each update of one arm."""
     if options.arm in ("plain", "checkpointed", "fsdp2"):
         return plain(options, checkpointed=options.arm != "plain", sharded=options.arm == "fsdp2")
+    if options.arm == "ramtorch":
+        return streamed_by_ramtorch(options)
     return ours(options)
 
 
@@ -201,9 +249,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     began, found, left_out = time.monotonic(), dict[str, Any](), list[str]()
     limits = options.limits.split(",")
-    for number, arm in enumerate((limits[0], "checkpointed", *limits[1:], "plain", "fsdp2")):
-        if time.monotonic() - began > options.seconds:
-            left_out.append(arm)
+    for number, arm in enumerate((limits[0], "checkpointed", *limits[1:], "ramtorch", "fsdp2", "plain")):
+        absent = arm == "ramtorch" and find_spec("ramtorch") is None
+        if absent or time.monotonic() - began > options.seconds:
+            left_out.append(f"{arm} (not installed)" if absent else arm)
             continue
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             found[arm] = run(arm, options, Path(folder), options.trace if not number else None)

@@ -1,6 +1,7 @@
 """The programs of benchmarks/gpu without a GPU: on the processor, or on the simulated device."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -54,7 +55,9 @@ def test_every_arm_of_the_llama_runs(results, tmp_path):
     trace = tmp_path / "trace.json"
     words = ["--device", "cpu", "--quick", "--limits", "1GB,2GB", "--trace", str(trace), "--folder", str(tmp_path)]
     assert llama.main(words) == 0
-    arms = results("gpu-llama-tiny-cpu")["arms"]
-    assert set(arms) == {"1GB", "2GB", "plain", "checkpointed", "fsdp2"}
+    found = results("gpu-llama-tiny-cpu")
+    arms = found["arms"]
+    assert find_spec("ramtorch") or found["left_out"] == ["ramtorch (not installed)"]
+    assert set(arms) - {"ramtorch"} == {"1GB", "2GB", "plain", "checkpointed", "fsdp2"}
     assert all(arm["tokens"] > 0 for arm in arms.values())
     assert json.loads(trace.read_text())
