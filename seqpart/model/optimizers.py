@@ -535,7 +535,9 @@ class GradientNorm:
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> "GradientNorm":
-        return cls(torch.linalg.vector_norm(gradient), gradient.dtype)
+        """Computes it by the kernel of `torch.nn.utils.clip_grad_norm_`: that of lists of tensors on a GPU, which adds up in
+        another order, and for each tensor alone."""
+        return cls(torch._foreach_norm([gradient])[0], gradient.dtype)
 
 
 def total_norm(norms: Sequence[GradientNorm]) -> torch.Tensor | None:
