@@ -137,7 +137,7 @@ class Trainer:
         self._sampler: Sampler | None = None
         self._asked: tuple[Settings, Settings] | None = None
         """The settings with the last loader's batch size and order, and without."""
-        self._trained: Path | None = None
+        self.trained: Path | None = None
         """The file of weights of the last `fit`."""
 
     def plan(self, train: object, test: object = None, *, reuse: Plan | None = None) -> Plan:
@@ -326,7 +326,7 @@ class Trainer:
         ranks.broadcast(replace(result, config=None, model=None))
         if not ranks.leads:
             result = replace(ranks.receive(), config=result.config, model=result.model, proof=result.proof)
-        self._trained = result.weights
+        self.trained = result.weights
         return result
 
     def _fit(
@@ -416,7 +416,7 @@ class Trainer:
             def prepare(model: object, loss_chunks: int | None) -> Planner:
                 return Planner(
                     model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
-                    final_loss=self._loss, folder=folder, trains=False, trained=None if weights else self._trained,
+                    final_loss=self._loss, folder=folder, trains=False, trained=None if weights else self.trained,
                     loss_chunks=loss_chunks,
                 )  # fmt: skip
 
