@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # datasets 5.2.0: an IterableDataset that nobody shuffled gives the rows of its shards in another order once set_epoch(n) with n > 0 was called,
-# which transformers' Trainer and loaders of accelerate do in every epoch; `shuffle` is documented as what shuffles. Its own order, which a
-# loop without set_epoch sees in every epoch, is that of epoch 0 alone. With one shard the order stays.
+# which transformers' Trainer and loaders of accelerate do. A loop without set_epoch sees the rows in order in every epoch; so does one with it
+# if there is one shard.
 # Fails if datasets does otherwise.
 set -eu
 folder=$(mktemp -d)

@@ -393,9 +393,10 @@ class Trainer:
 
         weights: a safetensors file that replaces the model's weights, such as `result.average`; the model keeps its own.
         After `fit` the trained model is evaluated, before it the original one. Blocks from factories take their tensors from
-        the file of weights of the last `fit`; tensors that a state_dict leaves out are as the factory makes them. Partitions
-        run one after the other, as in the test of a streamed run. The plan is made as for training without optimizer state,
-        which sets the least possible limit. Only a temporary folder is written.
+        the file of weights of the last `fit` (a `session` leaves none: give what its `export` wrote as `weights`); tensors
+        that a state_dict leaves out are as the factory makes them. Partitions run one after the other, as in the test of a
+        streamed run. The plan is made as for training without optimizer state, which sets the least possible limit. Only a
+        temporary folder is written.
 
         Raises what `fit` raises.
         """
@@ -448,9 +449,10 @@ class Trainer:
 
         The method is an exact one, whose step is bit-identical to a plain loop's. The plan is for these steps and
         `session.evaluate`. Memory that the loop itself holds counts against the limit; the plan knows only what it held before.
-        `session.state_dict()` and `session.export(FILE)` give the current weights; modules passed built have them after
-        the `with` block, also if an error of your loop left it. `session.save()` saves a checkpoint in `output_dir`; it does
-        not know what your loop has read.
+        `session.state_dict()` and `session.export(FILE)` give the current weights; modules passed built have them after the
+        `with` block, also if an error of your loop left it. What factories build is not kept: the next session or `fit`
+        begins with the initial weights, or with those of the setting `weights`. `session.save()` saves a checkpoint in
+        `output_dir`; it does not know what your loop has read.
 
         Raises what `fit` raises; OptionError for settings that only `fit` uses.
         """

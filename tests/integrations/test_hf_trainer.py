@@ -438,11 +438,14 @@ def test_a_second_training_has_other_arguments_rows_and_batches_and_a_model_of_m
     same_weights(dict(model.state_dict()), expected)
     assert trainer.evaluate(little_rows(8, 1))["eval_loss"] > 0
 
-    trainer = Trainer(args=arguments(tmp_path / "two"), model_init=little_model, train_dataset=little_rows(), method="full")
-    trainer.train()
-    first = dict(trainer.model.state_dict())
-    trainer.train()
-    same_weights(first, dict(trainer.model.state_dict()))
+    found = []
+    for whose, kind in TRAINERS.items():
+        trainer = kind(args=arguments(tmp_path / f"{whose} anew"), model_init=little_model, train_dataset=little_rows())
+        for _ in range(2):
+            trainer.train()
+            found.append(dict(trainer.model.state_dict()))
+    for weights in found[1:]:
+        same_weights(found[0], weights)
 
 
 def test_what_transformers_has_and_this_trainer_does_not_read_cannot_be_set(tmp_path):
