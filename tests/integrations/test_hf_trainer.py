@@ -440,7 +440,8 @@ def test_a_second_training_has_other_arguments_rows_and_batches_and_a_model_of_m
 
     found = []
     for whose, kind in TRAINERS.items():
-        trainer = kind(args=arguments(tmp_path / f"{whose} anew"), model_init=little_model, train_dataset=little_rows())
+        given = {"model_init": lambda: little_model(), "train_dataset": little_rows()}
+        trainer = kind(args=arguments(tmp_path / f"{whose} anew"), **given)
         for _ in range(2):
             trainer.train()
             found.append(dict(trainer.model.state_dict()))
