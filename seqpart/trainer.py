@@ -137,7 +137,7 @@ class Trainer:
         self._sampler: Sampler | None = None
         self._asked: tuple[Settings, Settings] | None = None
         """The settings with the last loader's batch size and order, and without."""
-        self._trained: Path | None = None
+        self.trained: Path | None = None
         """The file of weights of the last `fit`."""
 
     def plan(self, train: object, test: object = None, *, reuse: Plan | None = None) -> Plan:
@@ -326,7 +326,7 @@ class Trainer:
         ranks.broadcast(replace(result, config=None, model=None))
         if not ranks.leads:
             result = replace(ranks.receive(), config=result.config, model=result.model, proof=result.proof)
-        self._trained = result.weights
+        self.trained = result.weights
         return result
 
     def _fit(
@@ -393,9 +393,10 @@ class Trainer:
 
         weights: a safetensors file that replaces the model's weights, such as `result.average`; the model keeps its own.
         After `fit` the trained model is evaluated, before it the original one. Blocks from factories take their tensors from
-        the file of weights of the last `fit`; tensors that a state_dict leaves out are as the factory makes them. Partitions
-        run one after the other, as in the test of a streamed run. The plan is made as for training without optimizer state,
-        which sets the least possible limit. Only a temporary folder is written.
+        the file of weights of the last `fit` (a `session` leaves none: give what its `export` wrote as `weights`); tensors
+        that a state_dict leaves out are as the factory makes them. Partitions run one after the other, as in the test of a
+        streamed run. The plan is made as for training without optimizer state, which sets the least possible limit. Only a
+        temporary folder is written.
 
         Raises what `fit` raises.
         """
@@ -416,7 +417,7 @@ class Trainer:
             def prepare(model: object, loss_chunks: int | None) -> Planner:
                 return Planner(
                     model, settings, first_rows(split, max(values_of(settings.batch_size))), split, self.device,
-                    final_loss=self._loss, folder=folder, trains=False, trained=None if weights else self._trained,
+                    final_loss=self._loss, folder=folder, trains=False, trained=None if weights else self.trained,
                     loss_chunks=loss_chunks,
                 )  # fmt: skip
 
@@ -448,9 +449,10 @@ class Trainer:
 
         The method is an exact one, whose step is bit-identical to a plain loop's. The plan is for these steps and
         `session.evaluate`. Memory that the loop itself holds counts against the limit; the plan knows only what it held before.
-        `session.state_dict()` and `session.export(FILE)` give the current weights; modules passed built have them after
-        the `with` block, also if an error of your loop left it. `session.save()` saves a checkpoint in `output_dir`; it does
-        not know what your loop has read.
+        `session.state_dict()` and `session.export(FILE)` give the current weights; modules passed built have them after the
+        `with` block, also if an error of your loop left it. What factories build is not kept: the next session or `fit`
+        begins with the initial weights, or with those of the setting `weights`. `session.save()` saves a checkpoint in
+        `output_dir`; it does not know what your loop has read.
 
         Raises what `fit` raises; OptionError for settings that only `fit` uses.
         """

@@ -31,7 +31,15 @@ def arguments(folder, **options):
     return transformers.TrainingArguments(output_dir=str(folder), **options)
 
 
-OWN = ("callbacks", "compute_loss_func", "optimizers", "optimizer_cls_and_kwargs", "compute_metrics", "eval_dataset")
+OWN = (
+    "callbacks",
+    "compute_loss_func",
+    "optimizers",
+    "optimizer_cls_and_kwargs",
+    "compute_metrics",
+    "eval_dataset",
+    "train_dataset",
+)
 
 
 def trained(folder, whose="ours", model=None, **options):

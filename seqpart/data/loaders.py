@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
 from seqpart.config import Config
 from seqpart.data.padding import ITEM, Padding, Sizes, padded, padded_source, sizes_of, tokenizer_says
@@ -76,8 +76,6 @@ def test_rows(
     if isinstance(data, Split) and data.source is not None:
         return data
     source = _stream_of(data) if isinstance(data, Split) else source_of(data, "test", padding)
-    if source.sampler is not None:
-        raise DataError("test data: all rows of it are tested, in order. Give a DataLoader without a sampler.")
     if train.source is None:
         return _kept(_of_source(source, settings, whole=True))
     return _of_source(source, settings, whole=whole)
@@ -285,6 +283,7 @@ def _of_source(source: Source, settings: Config, *, whole: bool = False) -> Spli
     steps = None if whole or source.name == "test" else settings.max_steps
     with generators_kept():
         source = counted(source, None if steps is None else steps * (source.batch or max(values_of(settings.batch_size))))
+        source = _tested(source) if source.name in ("test", "evaluation") else source
         like, kept = _first(source, draws)
         classes = not like.labels.is_floating_point() and not like.label_form and like.labels.ndim == 1 and not source.goes_on
         part = Part(source, like, kept)
@@ -293,6 +292,20 @@ def _of_source(source: Source, settings: Config, *, whole: bool = False) -> Spli
         like, count=source.count, labels=labels, open=lambda: (rows for rows, _ in _passed(part, draws)), source=source,
         kept=kept, padded=source.padded, some=partial(_some, source, draws),
     )  # fmt: skip
+
+
+def _tested(source: Source) -> Source:
+    """Returns the source of a test, whose rows are those of its loader in the data set's order. Raises DataError."""
+    if source.sampler is not None:
+        raise DataError(f"{source.name} data: all rows of it are tested, in order. Give a DataLoader without a sampler.")
+    if source.rows == source.count:
+        return source
+    if source.shuffles or source.streams:
+        raise DataError(
+            f"{source.name} data: the DataLoader's drop_last leaves out {source.count - source.rows} of {source.count} rows, "
+            f"{'which it draws' if source.shuffles else 'the last of a stream'}, and all are tested. Give drop_last=False."
+        )
+    return replace(source, items=Subset(source.items, range(source.rows)), count=source.rows)
 
 
 def _some(source: Source, draws: Any) -> Sequence[torch.Tensor]:

@@ -4,6 +4,7 @@ Supported arguments work as in transformers; others are refused by name (docs/hu
 per_device_train_batch_size * gradient_accumulation_steps rows, however many fit at once.
 """
 
+import copy
 import inspect
 import math
 import time
@@ -55,6 +56,9 @@ class Trainer:
     options: of `seqpart.Trainer`, where TrainingArguments have no word for them: mem_limit (default: what is free), method
         (default: auto), micro_batch_size, ram_limit, offload_dir, partitions, ema, trace and others.
 
+    What is set after it was made, in `args` too, holds from the next train() or evaluate() on; but bf16 and
+    label_smoothing_factor, as in transformers, are those it was made with.
+
     Raises OptionError for arguments that cannot be honoured.
     """
 
@@ -68,31 +72,38 @@ class Trainer:
         optimizer_cls_and_kwargs: OwnOptimizer | None = None, preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         *, padding: Padding | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
+        if (model is None) is (model_init is None):
+            raise OptionError("model: give a model, or model_init: a function that returns one.")
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
-        refuse_what_is_not_taken(self.args, but=self._own_fields())
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
-        _refuse(self.args, model, model_init, optimizers, optimizer_cls_and_kwargs, self._sets, compute_metrics)
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs, self.compute_loss_func = optimizer_cls_and_kwargs, compute_loss_func
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+        self.neftune_noise_alpha, self.model_init = self.args.neftune_noise_alpha, model_init
+        self._early = {name: getattr(self.args, name) for name in ("bf16", "label_smoothing_factor")}
+        self._options, self._padding = options, padding
+        self._refuse()
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self.model: nn.Module = model if model_init is None else model_init()
-        self._loss = hf_losses.loss_of(self.args, self.model, compute_loss_func)
-        if self._loss is None and not self._overridden and "labels" not in inspect.signature(self.model.forward).parameters:
-            raise OptionError(
-                f"model: the forward of {type(self.model).__name__} takes no `labels`, from which it computes its loss. Give "
-                "one with a head that does (AutoModelFor...); a model of peft needs its task_type. Labels under other names "
-                "(start_positions of question answering) are not taken."
-            )
-        if hasattr(self.model, "config"):
-            self.model.config.use_cache = False
         self.data_collator = hf_data.collator_of(data_collator, processing_class)
-        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        self._optimizers, self._own_optimizer, self._options = optimizers, optimizer_cls_and_kwargs, options
-        self._padding = padding
         self._relay = Relay(self.args, self.model, processing_class, callbacks or ())
         self._ours: seqpart.trainer.Trainer | None = None
+        """The one of the last training."""
         self._empty = False
         self.result: Result | None = None
         """The result of the last training, with the proof of the limit."""
         self._trainer()  # what is wrong with settings is raised here
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises OptionError for what transformers' Trainer has and obeys, and this one would not."""
+        from transformers import Trainer as Theirs
+
+        if name in _UNHEARD or (hasattr(Theirs, name) and name not in _OURS):
+            raise OptionError(
+                f"trainer.{name}: nobody reads it here. What may be set is what the Trainer is made of (args, data sets, "
+                "optimizer, ...), and compute_loss."
+            )
+        super().__setattr__(name, value)
 
     def __init_subclass__(cls) -> None:
         """Raises OptionError for overridden methods of transformers' Trainer that would not be called."""
@@ -127,6 +138,12 @@ class Trainer:
 
         Raises what `seqpart.Trainer.fit` raises.
         """
+        self._refuse_empty("train")
+        self._refuse()
+        if self.model_init is not None:
+            (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+            self._ours = None
+            self.model = self.model_init()
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         if hasattr(tokenizer, "pad_token_id") and hasattr(self.model, "config"):
             align_special_tokens(self.model, self.processing_class)  # a classifier looks for the last token before the padding
@@ -151,6 +168,7 @@ class Trainer:
                     )
                 except Interrupted as interrupted:
                     raise Interrupted(interrupted.directory, "train(resume_from_checkpoint=True)") from None
+        self._ours = trainer
         rows = lengths.updates * lengths.batch if self.args.max_steps > 0 else lengths.rows * self.args.num_train_epochs
         steps = self._relay.steps  # those of this call: a callback may have ended it, or it went on with a run
         metrics = speed_metrics("train", began, num_samples=rows * steps / lengths.updates, num_steps=steps)
@@ -241,7 +259,7 @@ class Trainer:
         self._refuse_empty(what)
         self._empty = True
         try:
-            with self._own_loss(), hf_losses.noise(self.model, self.args.neftune_noise_alpha):
+            with self._own_loss(), hf_losses.noise(self.model, self.neftune_noise_alpha):
                 yield
         finally:
             self._empty = False
@@ -256,7 +274,7 @@ class Trainer:
 
     @property
     def _overridden(self) -> bool:
-        return type(self).compute_loss is not Trainer.compute_loss
+        return "compute_loss" in vars(self) or type(self).compute_loss is not Trainer.compute_loss
 
     def _refuse_empty(self, what: str) -> None:
         if self._empty:
@@ -288,24 +306,50 @@ class Trainer:
         return lengths
 
     def _trainer(self) -> "seqpart.trainer.Trainer":
-        if self._ours is None:
-            lengths = self._lengths() if self.train_dataset is not None else lengths_of(self.args, 1)
-            options = options_of(self.args, lengths, self._sets if self._tests else ())
-            options["optimizer"], options["lr_schedule"] = self._optimizer(lengths.updates)
-            clash = sorted(set(options) & set(self._options))
-            if clash:
-                raise OptionError(
-                    f"{', '.join(clash)}: TrainingArguments say it. Leave {'it' if len(clash) == 1 else 'them'} out."
-                )
-            given: Options = {"mem_limit": "auto", "method": "auto", **self._options}
-            loss: LossSource = "model" if self._overridden or self._loss is None else self._loss
-            self._ours = seqpart.trainer.Trainer(self.model, loss, quiet=bool(self.args.disable_tqdm), **{**options, **given})
-        return self._ours
+        """Returns a Trainer for what is set now. Raises OptionError."""
+        args = copy.copy(self.args)
+        vars(args).update(self._early)
+        self._loss = hf_losses.loss_of(args, self.model, self.compute_loss_func)
+        if self._loss is None and not self._overridden and "labels" not in inspect.signature(self.model.forward).parameters:
+            raise OptionError(
+                f"model: the forward of {type(self.model).__name__} takes no `labels`, from which it computes its loss. Give "
+                "one with a head that does (AutoModelFor...); a model of peft needs its task_type. Labels under other names "
+                "(start_positions of question answering) are not taken."
+            )
+        if (config := getattr(self.model, "config", None)) is not None:
+            config.use_cache = False
+        self._relay.renew(self.args, self.model, self.processing_class)
+        lengths = self._lengths() if self.train_dataset is not None else lengths_of(args, 1)
+        options = options_of(args, lengths, self._sets if self._tests else ())
+        options["optimizer"], options["lr_schedule"] = self._optimizer(lengths.updates)
+        clash = sorted(set(options) & set(self._options))
+        if clash:
+            raise OptionError(f"{', '.join(clash)}: TrainingArguments say it. Leave {'it' if len(clash) == 1 else 'them'} out.")
+        given: Options = {"mem_limit": "auto", "method": "auto", **self._options}
+        loss: LossSource = "model" if self._overridden or self._loss is None else self._loss
+        made = seqpart.trainer.Trainer(self.model, loss, quiet=bool(args.disable_tqdm), **{**options, **given})
+        if self._ours is not None and self._ours.model is made.model:
+            made.trained = self._ours.trained
+        return made
 
     def _optimizer(self, updates: int) -> tuple[Build, hf_arguments.Schedule]:
-        if self._optimizers != (None, None):
-            return hf_arguments.as_given(self._optimizers, self.model, hf_arguments.schedule_of(self.args, updates))
-        return hf_arguments.of_arguments(self.args, self.model, updates, self._own_optimizer)
+        given = self.optimizer, self.lr_scheduler
+        if given != (None, None):
+            return hf_arguments.as_given(given, self.model, hf_arguments.schedule_of(self.args, updates))
+        return hf_arguments.of_arguments(self.args, self.model, updates, self.optimizer_cls_and_kwargs)
+
+    def _refuse(self) -> None:
+        """Raises OptionError for arguments that cannot be honoured, or contradict each other."""
+        args, sets = self.args, self._sets
+        refuse_what_is_not_taken(args, but=self._own_fields())
+        if self.optimizer_cls_and_kwargs is not None and (self.optimizer, self.lr_scheduler) != (None, None):
+            raise OptionError("optimizers: optimizer_cls_and_kwargs says it too. Leave one out.")
+        if self._tests and all(one is None for one in sets.values()):
+            raise OptionError(
+                f"eval_strategy {text(args.eval_strategy)}: eval_dataset is missing. Give one, or eval_strategy='no'."
+            )
+        if (wanted := wanted_of(args, sets)[1]) != "loss" and self.compute_metrics is None:
+            raise OptionError(f"metric_for_best_model {wanted}: compute_metrics is missing, which has to find it.")
 
     def _read(self, name: str, data: Any) -> tuple[Any, hf_data.Batches]:
         """Returns the rows of a data set, and what makes batches of them. Raises DataError."""
@@ -371,24 +415,15 @@ class Trainer:
 
 
 _OURS = {"train", "evaluate", "predict", "save_model", "add_callback", "compute_loss"}
+_UNHEARD = {
+    "accelerator", "callback_handler", "can_return_loss", "control", "current_flos", "deepspeed", "gather_function",
+    "hp_name", "hp_search_backend", "hub_model_id", "is_deepspeed_enabled", "is_distributed_loading_by_transformers",
+    "is_fsdp_enabled", "is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled", "is_in_train",
+    "is_model_parallel", "label_names", "label_smoother", "model_accepts_loss_kwargs", "model_wrapped",
+    "place_model_on_device", "state",
+}  # fmt: skip
+"""Attributes of transformers' Trainer that nobody reads here."""
 
 
 def _in_order(data: Any, batches: hf_data.Batches) -> "DataLoader[Any]":
     return DataLoader(data, batch_size=batches.size, collate_fn=batches)
-
-
-def _refuse(
-    args: TrainingArguments, model: Any, model_init: Any, optimizers: Given, own: OwnOptimizer | None, sets: Mapping[str, Any],
-    judges: Any,
-) -> None:  # fmt: skip
-    """Raises OptionError for arguments that cannot be honoured, or contradict each other."""
-    if (model is None) is (model_init is None):
-        raise OptionError("model: give a model, or model_init: a function that returns one.")
-    if own is not None and optimizers != (None, None):
-        raise OptionError("optimizers: optimizer_cls_and_kwargs says it too. Leave one out.")
-    if text(args.eval_strategy) != "no" and all(one is None for one in sets.values()):
-        raise OptionError(
-            f"eval_strategy {text(args.eval_strategy)}: eval_dataset is missing. Give one, or eval_strategy='no'."
-        )
-    if (wanted := wanted_of(args, sets)[1]) != "loss" and judges is None:
-        raise OptionError(f"metric_for_best_model {wanted}: compute_metrics is missing, which has to find it.")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import Adafactor
+from transformers import Adafactor, TrainerState
 
 from seqpart.errors import OptionError
 from seqpart.model.optimizer_trials import Build
@@ -188,8 +188,10 @@ RUN = "seqpart"
 """The directory of the run, in output_dir."""
 
 
-def _steps(count: float, updates: int) -> int:
-    """Returns a number of updates that is given as such or as a fraction of all."""
+def _steps(count: float | None, updates: int) -> int:
+    """Returns a number of updates that is given as such or as a fraction of all. None: eval_strategy was set afterwards."""
+    if count is None:
+        return TrainerState.eval_steps
     return math.ceil(count * updates) if count < 1 else int(count)
 
 

@@ -62,6 +62,10 @@ class Relay:
     def _new_state(self) -> TrainerState:
         return TrainerState(stateful_callbacks=[one for one in self.handler.callbacks if isinstance(one, ExportableState)])  # type: ignore[misc]
 
+    def renew(self, arguments: Any, model: Any, processing_class: Any) -> None:
+        """Takes what callbacks are given from now on."""
+        self._arguments, self.handler.model, self.handler.processing_class = arguments, model, processing_class
+
     def add(self, callback: Any) -> None:
         kind = callback if isinstance(callback, type) else type(callback)
         names = (name for name in dir(TrainerCallback) if name.startswith("on_") and name not in CALLED)

@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader, Sampler, Subset
 from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import TrainOutput
 
+import seqpart.trainer
 from seqpart.data.padding import TOKENS, ZEROS, Padding
 from seqpart.data.source import generators_kept, seed_generators
 from seqpart.errors import DataError, OptionError
@@ -57,13 +59,30 @@ class _Adopted(Trainer):
         theirs.model.to("cpu")  # where its own class has put it on the device
         self._train_loader: Any = theirs.get_train_dataloader() if theirs.train_dataset is not None else None
         super().__init__(
-            theirs.model, theirs.args, train_dataset=getattr(self._train_loader, "dataset", None),
+            theirs.model, theirs.args, theirs.data_collator, getattr(self._train_loader, "dataset", None),
             eval_dataset=theirs.eval_dataset, processing_class=theirs.processing_class,
             compute_loss_func=theirs.compute_loss_func, compute_metrics=theirs.compute_metrics,
             callbacks=[one for one in theirs.callback_handler.callbacks if not _is_default(one)],
             optimizers=(theirs.optimizer, theirs.lr_scheduler), optimizer_cls_and_kwargs=theirs.optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=theirs.preprocess_logits_for_metrics, padding=padding, **options,
         )  # fmt: skip
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        theirs = self._theirs
+        theirs.args, theirs._train_batch_size = self.args, self.args.train_batch_size
+        theirs.data_collator, theirs.processing_class = self.data_collator, self.processing_class
+        if self.train_dataset is not getattr(self._train_loader, "dataset", None):
+            theirs.train_dataset = self.train_dataset
+        if theirs.train_dataset is not None:
+            self._train_loader = theirs.get_train_dataloader()
+            self.train_dataset = self._train_loader.dataset
+        return super().train(resume_from_checkpoint)
+
+    def _trainer(self) -> seqpart.trainer.Trainer:
+        if self.model is not self._theirs.model:
+            raise OptionError("under_limit: the model is another one now. Make a Trainer of its own class for it.")
+        self._theirs.compute_loss_func = self.compute_loss_func
+        return super()._trainer()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: None = None
@@ -76,7 +95,7 @@ class _Adopted(Trainer):
 
     @property
     def _overridden(self) -> bool:
-        return self._own is not None
+        return self._own is not None or "compute_loss" in vars(self)
 
     def _own_fields(self) -> set[str]:
         """Fields of its own class of arguments, which its own class honours."""

@@ -413,6 +413,30 @@ def test_a_loader_of_tests_may_have_labels_by_position(options, tmp_path):
     assert trainer.evaluate(DataLoader(rows, batch_size=6)).loss == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("cache", ["auto", "rows"])
+def test_tests_leave_out_what_the_loader_drops(cache, tmp_path):
+    """They were of all rows, where a loop over the loader sees whole batches alone."""
+    rows, model = clean(10), nn.Linear(WIDTH, CLASSES)
+    first = TensorDataset(*(part[:8] for part in rows))
+    options = {"method": "full", "mem_limit": "2GB", "batch_size": BATCH, "quiet": True}
+    loader, batches = DataLoader(TensorDataset(*rows), batch_size=4, drop_last=True), DataLoader(first, batch_size=4)
+    trainer = Trainer(model, epochs=1, cache=cache, output_dir=tmp_path / "run", **options)
+    result = trainer.fit(Noisy(), {"dropped": loader, "whole": batches})
+    assert result.metrics["dropped/loss"] == pytest.approx(result.metrics["whole/loss"])
+    assert trainer.evaluate(loader).loss == pytest.approx(trainer.evaluate(first).loss)
+    refused = {
+        "drop_last leaves out 2 of 10 rows, which it draws": {"dataset": loader.dataset, "shuffle": True, "drop_last": True},
+        "drop_last leaves out 2 of 10 rows, the last of a": {"dataset": Streamed(TensorDataset(*rows)), "drop_last": True},
+        "evaluation data: all rows of it are tested, in order": {"dataset": loader.dataset, "sampler": [1, 2, 3]},
+    }
+    with Trainer(model, **options).session((rows[0][:BATCH], rows[1][:BATCH])) as session:
+        assert session.evaluate(loader).loss == pytest.approx(session.evaluate(first).loss)
+        for evaluate in (trainer.evaluate, session.evaluate):
+            for words, given in refused.items():
+                with pytest.raises(DataError, match=words):
+                    evaluate(DataLoader(batch_size=4, **given))
+
+
 def test_a_trainer_takes_another_loader_the_next_time():
     trainer = Trainer(network(), method="full", mem_limit="2GB", epochs=1, seed=SEED, optimizer="sgd", lr=0.1, quiet=True)
     for batch in (8, 12):

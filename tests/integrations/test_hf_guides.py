@@ -10,8 +10,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
 pytest.importorskip("datasets", reason="the guides need it: pip install datasets")
 
-from tests.hf_scripts.little import make_checkpoints  # noqa: E402
 from tests.hugging_face import history, same_history, same_weights  # noqa: E402
+from tests.integrations.hf_scripts.little import make_checkpoints  # noqa: E402
 
 SCRIPTS = Path(__file__).parent / "hf_scripts"
 IMPORT = "from transformers import Trainer"

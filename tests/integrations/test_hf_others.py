@@ -322,6 +322,30 @@ def test_a_plain_loader_that_the_arguments_contradict_or_that_draws_is_refused(w
         under_limit(loading(tmp_path, REFUSED_LOADERS[words]), **STREAMED).train()
 
 
+def test_what_is_set_on_a_trainer_under_a_limit_holds(tmp_path):
+    """Its loader of rows was that of the first arguments."""
+
+    def made(folder, rows, **options):
+        return transformers.Trainer(little_model(), arguments(folder, **options), train_dataset=rows)
+
+    def collated(items):
+        tokens = torch.stack([item["input_ids"] for item in items])
+        return {"input_ids": tokens.flip(1), "labels": torch.tensor([item["label"] for item in items])}
+
+    theirs = made(tmp_path / "theirs", little_rows(16), per_device_train_batch_size=4, learning_rate=1e-3)
+    theirs.data_collator = collated
+    theirs.train()
+    ours = under_limit(made(tmp_path / "ours", little_rows()), method="full", mem_limit="3GB")
+    ours.args.per_device_train_batch_size, ours.args.learning_rate = 4, 1e-3
+    ours.train_dataset, ours.data_collator = little_rows(16), collated
+    ours.train()
+    assert ours.state.global_step == 4
+    same_weights(ours.model.state_dict(), theirs.model.state_dict())
+    ours.model = little_model()
+    with pytest.raises(OptionError, match="under_limit: the model is another one now"):
+        ours.train()
+
+
 def test_rows_of_transformers_own_that_are_grouped_by_length_are_taken_in_another_order(tmp_path):
     """Theirs is drawn from the process's random numbers; docs/huggingface.md lists the difference."""
     args = arguments(tmp_path, train_sampling_strategy="group_by_length")

@@ -346,6 +346,124 @@ def test_a_run_that_goes_on_knows_the_best_evaluation_and_stops_where_it_would_h
     assert resumed.state.global_step == 12 and resumed.state.best_metric == 0.9
 
 
+def scaled(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits, labels) * 0.1
+
+
+def doubled(model, inputs, return_outputs=False, num_items_in_batch=None):
+    outputs = model(**inputs)
+    return (outputs.loss * 2, outputs) if return_outputs else outputs.loss * 2
+
+
+def another_optimizer(trainer):
+    trainer.optimizer = by_groups(trainer.model)
+    trainer.lr_scheduler = one_cycle(trainer.optimizer)
+
+
+def another_head(trainer):
+    torch.manual_seed(1)
+    trainer.model.classifier = torch.nn.Linear(16, 3)
+
+
+def reversed_rows(items):
+    tokens = torch.stack([item["input_ids"] for item in items])
+    return {"input_ids": tokens.flip(1), "labels": torch.tensor([item["label"] for item in items])}
+
+
+def in_args(**fields):
+    def change(trainer):
+        for name, value in fields.items():
+            setattr(trainer.args, name, value)
+
+    return change
+
+
+def in_trainer(**attributes):
+    def change(trainer):
+        for name, value in attributes.items():
+            setattr(trainer, name, value)
+
+    return change
+
+
+CHANGES = {
+    "rate, decay, clipping": in_args(learning_rate=1e-3, weight_decay=0.3, max_grad_norm=0.05),
+    "epochs": in_args(num_train_epochs=1),
+    "max_steps": in_args(max_steps=2),
+    "optim": in_args(optim="sgd", lr_scheduler_type="cosine"),
+    "evaluations": in_args(eval_strategy="steps", eval_steps=2),
+    "evaluations as often as transformers finds": in_args(eval_strategy="steps"),
+    "what transformers reads when it is made": in_args(bf16=True, label_smoothing_factor=0.3, neftune_noise_alpha=5.0),
+    "fewer rows": in_trainer(train_dataset=little_rows(8)),
+    "more rows": in_trainer(train_dataset=little_rows(40)),
+    "an optimizer": another_optimizer,
+    "a class of optimizers": in_trainer(optimizer_cls_and_kwargs=(torch.optim.Adagrad, {"lr": 0.1})),
+    "a function": in_trainer(compute_loss_func=scaled),
+    "compute_loss": in_trainer(compute_loss=doubled),
+    "a head": another_head,
+    "a collator": in_trainer(data_collator=reversed_rows),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.few(5)
+def test_what_is_set_after_the_trainer_was_made_holds_as_in_transformers(change, tmp_path):
+    """It was ignored, or the rows obeyed it and the updates did not."""
+    found = {}
+    for whose, kind in TRAINERS.items():
+        model = little_model()
+        options = {"method": "full"} if whose == "ours" else {}
+        rows = {"train_dataset": little_rows(), "eval_dataset": little_rows(8, 1)}
+        trainer = kind(model, arguments(tmp_path / whose, num_train_epochs=2), **rows, **options)
+        change(trainer)
+        trainer.train()
+        found[whose] = history(trainer), dict(model.state_dict())
+    same_weights(found["ours"][1], found["theirs"][1])
+    same_history(found["ours"][0], found["theirs"][0])
+
+
+def test_a_second_training_has_other_arguments_rows_and_batches_and_a_model_of_model_init_is_made_anew(tmp_path):
+    model, second = little_model(), {"num_train_epochs": 2, "learning_rate": 1e-3, "per_device_train_batch_size": 4}
+    trainer = Trainer(model, arguments(tmp_path / "one"), train_dataset=little_rows(), method="full")
+    trainer.train()
+    between = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    in_args(**second)(trainer)
+    trainer.train_dataset = little_rows(16)
+    trainer.train()
+    assert trainer.state.global_step == trainer.state.max_steps == 8
+
+    other = little_model()
+    other.load_state_dict(between)
+    _, expected = trained(tmp_path, "theirs", other, train_dataset=little_rows(16), **second)
+    same_weights(dict(model.state_dict()), expected)
+    assert trainer.evaluate(little_rows(8, 1))["eval_loss"] > 0
+
+    found = []
+    for whose, kind in TRAINERS.items():
+        given = {"model_init": lambda: little_model(), "train_dataset": little_rows()}
+        trainer = kind(args=arguments(tmp_path / f"{whose} anew"), **given)
+        for _ in range(2):
+            trainer.train()
+            found.append(dict(trainer.model.state_dict()))
+    for weights in found[1:]:
+        same_weights(found[0], weights)
+
+
+def test_what_transformers_has_and_this_trainer_does_not_read_cannot_be_set(tmp_path):
+    theirs = transformers.Trainer(little_model(), arguments(tmp_path), train_dataset=little_rows())
+    ours = Trainer(little_model(), arguments(tmp_path), train_dataset=little_rows())
+    taken = {name for name in vars(ours) if not name.startswith("_")}
+    assert taken >= {"args", "train_dataset", "optimizer", "lr_scheduler", "model_init", "compute_loss_func"}
+    for name in {name for name in vars(theirs) if not name.startswith("_")} - taken | {"training_step", "create_optimizer"}:
+        with pytest.raises(OptionError, match=rf"trainer.{name}: nobody reads it here"):
+            setattr(ours, name, None)
+    ours.of_mine = 1
+    ours.data_collator, ours.processing_class = theirs.data_collator, None
+    with pytest.raises(OptionError, match="optimizers: a scheduler belongs to an optimizer"):
+        in_trainer(lr_scheduler=one_cycle(by_groups(ours.model)))(ours)
+        ours.train()
+
+
 def test_rows_come_in_the_order_of_a_seed_that_was_set_after_the_trainer_was_made(tmp_path):
     found = []
     for whose, kind in TRAINERS.items():

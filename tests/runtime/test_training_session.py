@@ -154,6 +154,20 @@ def test_evaluations_and_exports_in_between_change_nothing(options, tmp_path):
     assert len({one.loss for one in found}) == len(found)
 
 
+def test_factories_begin_anew_behind_a_loop_unless_its_export_is_given(tmp_path):
+    """`evaluate` knows what `fit` trained, and nothing of a session: both the docstrings and docs/loop.md say so."""
+    own, rows = trainer(tmp_path), data(41, 1)
+    before = own.evaluate(rows).loss
+    with own.session(data()) as session:
+        for batch in loader():
+            session.step(batch)
+        after, kept = session.evaluate(rows).loss, session.export(tmp_path / "weights.safetensors")
+    with own.session(data()) as session:
+        assert session.evaluate(rows).loss == before == own.evaluate(rows).loss != after
+    with trainer(tmp_path, weights=kept).session(data()) as session:
+        assert session.evaluate(rows).loss == after == own.evaluate(rows, weights=kept).loss
+
+
 @pytest.mark.parametrize("options", WAYS[:3], ids=str)
 @pytest.mark.few(1)
 def test_a_step_is_predicted_to_take_what_an_update_of_an_epoch_takes(options, tmp_path, capsys, monkeypatch):

@@ -6,7 +6,7 @@ from transformers import AutoModelForImageClassification, DefaultDataCollator, T
 
 from transformers import Trainer  # isort: skip
 
-from tests.hf_scripts.little import pictures
+from tests.integrations.hf_scripts.little import pictures
 
 food = pictures().train_test_split(test_size=0.2, seed=0)
 labels = food["train"].features["label"].names

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLan
 
 from transformers import Trainer  # isort: skip
 
-from tests.hf_scripts.little import answers
+from tests.integrations.hf_scripts.little import answers
 
 eli5 = answers().train_test_split(test_size=0.2, seed=0)
 tokenizer = AutoTokenizer.from_pretrained("distilbert/distilgpt2")

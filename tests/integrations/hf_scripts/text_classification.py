@@ -5,7 +5,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Data
 
 from transformers import Trainer  # isort: skip
 
-from tests.hf_scripts.little import reviews
+from tests.integrations.hf_scripts.little import reviews
 
 imdb = reviews()
 tokenizer = AutoTokenizer.from_pretrained("distilbert/distilbert-base-uncased")
