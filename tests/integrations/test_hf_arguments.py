@@ -49,7 +49,8 @@ def with_another(name, folder):
 
 def test_every_field_is_honoured_or_without_effect_or_refused():
     assert not HONOURED & set(WITHOUT_EFFECT)
-    assert set(FIELDS) >= HONOURED | set(WITHOUT_EFFECT)
+    newer = {"activation_checkpointing", "activation_checkpointing_kwargs"}  # than transformers 5.17
+    assert set(FIELDS) | newer >= HONOURED | set(WITHOUT_EFFECT)
     assert all(f"`{name}`" in PAGE for name in HONOURED | set(WITHOUT_EFFECT))
     assert all(reason in PAGE for reason in WITHOUT_EFFECT.values())
 
