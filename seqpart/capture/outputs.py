@@ -317,7 +317,8 @@ class Outputs:
             if moved or other.shape != part.shape:
                 raise ModelError(
                     f"a tensor of what the model returns has shape {tuple(tensor.shape)} for {rows} rows: rows must be its "
-                    "first dimension alone. Let the loss compare rows with each other."
+                    "first dimension alone, or functions that take no parameter must compute it from tensors of rows. Let the "
+                    "loss compare rows with each other."
                 )
             parts.append(part if other.stride == part.stride else replace(part, stride=()))
         computes = None

@@ -36,7 +36,7 @@ from seqpart.integrations.hf_arguments import (
     wanted_of,
 )
 from seqpart.integrations.hf_callbacks import Relay
-from seqpart.integrations.hf_data import Predictions
+from seqpart.integrations.hf_data import Predictions, base_of
 from seqpart.model.losses import LossSource
 from seqpart.model.optimizer_trials import Build
 from seqpart.options import Options
@@ -75,10 +75,11 @@ class Trainer:
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self.model: nn.Module = model if model_init is None else model_init()
         self._loss = hf_losses.loss_of(self.args, self.model, compute_loss_func)
-        if self._loss is None and not self._overridden and "labels" not in inspect.signature(self.model.forward).parameters:
+        takes = inspect.signature(base_of(self.model).forward).parameters
+        if self._loss is None and not self._overridden and "labels" not in takes:
             raise OptionError(
                 f"model: the forward of {type(self.model).__name__} takes no `labels`, from which it computes its loss. Give "
-                "one with a head that does (AutoModelFor...); a model of peft needs its task_type. Labels under other names "
+                "one with a head that does (AutoModelFor...). Labels under other names "
                 "(start_positions of question answering) are not taken."
             )
         if hasattr(self.model, "config"):
