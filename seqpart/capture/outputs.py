@@ -4,7 +4,8 @@ All between the model and the loss, from the plan to the comparison of micro-bat
 (joined_outputs.py).
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,19 @@ from seqpart.capture.joined_outputs import (
     Returned,
     carried,
 )
-from seqpart.capture.program import OfRows, Ref, followed, following, mapped, tensors_in
+from seqpart.capture.program import (
+    OfRows,
+    Ref,
+    fields_of,
+    followed,
+    following,
+    holds_fields,
+    leaves,
+    mapped,
+    opened,
+    tensors_in,
+    with_fields,
+)
 from seqpart.capture.recorder import CONSTANTS, Recorder
 from seqpart.capture.sources import Computed, comparing_rows, learned_through, sources_of
 from seqpart.errors import ModelError, first_line
@@ -288,6 +301,20 @@ class Outputs:
             width = width * carried(tensor.dtype, dtype).itemsize // dtype.itemsize
         return Part(shape, tensor.dtype, width, times, dim or 0, _stride(tensor))
 
+    def _without_lists_of_rows(self, found: Any, described: Returned, kept: _Kept) -> Returned:
+        """Leaves out lists of another length than in the run of other rows. Raises ModelError if the loss takes a tensor in
+        one, or others come after it."""
+        tree = _without_lists(described.tree, found)
+        gone = set(_refs(described.tree)) - set(_refs(tree))
+        one, other = _places(described.tree), _places(found)
+        taken = any(kept.used[number] for number in gone if number < len(kept.used))
+        if gone and (taken or _refs(_without_lists(one, other)) != _refs(_without_lists(other, one))):
+            raise ModelError(
+                "the model returns a list of as many tensors as it has rows. Let it return them as one tensor (torch.stack), "
+                "or only what the loss takes, such as the logits."
+            )
+        return replace(described, tree=tree)
+
     def _compare(self, found: Any, tensors: Sequence[torch.Tensor], recorder: Recorder, training: bool) -> None:
         """Compares with the run of other rows. Raises OtherRows, ModelError, Differs."""
         described, kept, rows = self._found[training], self._kept[training], recorder.shapes[ROWS][0]
@@ -295,6 +322,7 @@ class Outputs:
             self._fixed |= {(training, name) for name in other_names}
             self._found.clear()
             raise OtherRows
+        described = self._without_lists_of_rows(found, described, kept)
         parts, joined = [], kept.tensors(tensors, recorder)
         comparing = {(training, recorder.name(tensor)) for tensor in joined} & {
             (training, number) for number in comparing_rows(recorder.shapes, self._shapes, recorder.ops)
@@ -317,19 +345,49 @@ class Outputs:
             if moved or other.shape != part.shape:
                 raise ModelError(
                     f"a tensor of what the model returns has shape {tuple(tensor.shape)} for {rows} rows: rows must be its "
-                    "first dimension alone. Let the loss compare rows with each other."
+                    "first dimension alone, or functions that take no parameter must compute it from tensors of rows. Let the "
+                    "loss compare rows with each other."
                 )
             parts.append(part if other.stride == part.stride else replace(part, stride=()))
         computes = None
         if kept.computed is not None:
             computes = kept.computed.merged(recorder, self._rows, rows)
         values: list[Any] = []
-        mapped(found, lambda leaf: None if isinstance(leaf, torch.Tensor) else values.append(leaf))
+        alike = _without_lists(found, self._found[training].tree)
+        mapped(alike, lambda leaf: None if isinstance(leaf, torch.Tensor) else values.append(leaf))
         others = iter(values)
         tree = mapped(
             described.tree, lambda leaf: leaf if isinstance(leaf, Ref) else _merged(leaf, next(others), self._rows, rows)
         )
         self._found[training] = replace(described, tree=tree, parts=tuple(parts), computes=computes)
+
+
+def _without_lists(tree: Any, other: Any) -> Any:
+    """Returns `tree` with what stands for its lists in the place of those that have another length in `other`."""
+    if isinstance(tree, list | tuple) and isinstance(other, LeftOut):
+        return other
+    if isinstance(tree, list | tuple) and isinstance(other, list | tuple):
+        if len(tree) != len(other):
+            return LeftOut(f"a {type(tree).__name__} of as many tensors as rows", DIFFERS)
+        parts = [_without_lists(one, its) for one, its in zip(tree, other, strict=True)]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if isinstance(tree, Mapping) and isinstance(other, Mapping):
+        values = {key: _without_lists(part, other.get(key)) for key, part in tree.items()}
+        return values if type(tree) is dict else type(tree)(**values)
+    if holds_fields(tree) and holds_fields(other):
+        theirs = fields_of(other)
+        return with_fields(tree, {key: _without_lists(part, theirs.get(key)) for key, part in fields_of(tree).items()})
+    return tree
+
+
+def _places(tree: Any) -> Any:
+    """Returns the tree with a Ref to its place among the tensors for each tensor."""
+    places = itertools.count()
+    return mapped(tree, lambda leaf: Ref(next(places)) if isinstance(leaf, torch.Tensor | Ref) else None)
+
+
+def _refs(tree: Any) -> list[int]:
+    return [leaf.number for leaf in leaves(opened(tree)) if isinstance(leaf, Ref)]
 
 
 def _kind(part: Part) -> Part:

@@ -43,7 +43,9 @@ class Labels(NamedTuple):
 
 def name_of_labels(model: nn.Module, inputs: Iterable[str | None]) -> str:
     """Returns the forward's name of the labels. inputs: names of the row's inputs. Raises ModelError if it takes no labels."""
-    found = [name for name in inspect.signature(model.forward).parameters if name in _NAMES]
+    under: Any = getattr(model, "get_base_model", None)  # peft's, whose forward may take anything
+    forwards = [model.forward, *([] if under is None else [under().forward])]
+    found = [name for forward in forwards for name in inspect.signature(forward).parameters if name in _NAMES]
     if not found:
         raise ModelError(
             f'loss="model": the forward of {type(model).__name__} takes no `labels` (or `targets`), so it has no loss of its '

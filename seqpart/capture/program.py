@@ -55,6 +55,8 @@ class Op:
     """Numbers of inputs that it changed in place."""
     puts: int = 0
     """How many tensors it put into lists and dicts among its arguments; they are the last ones of the result."""
+    more: bool = False
+    """True if it returns further tensors, as many as the rows say, which no call takes."""
     grad: bool = True
     """True if it ran with gradients enabled."""
     autocast: torch.dtype | None = None
@@ -257,13 +259,26 @@ def generalised(one: Program, other: Program, rows: int, other_rows: int) -> Pro
             )
         except ValueError:
             raise Differs(first) from None
-        ops.append(replace(first, args=args, kwargs=kwargs))
+        ops.append(_with_common_results(replace(first, args=args, kwargs=kwargs), second))
     if len(one.ops) != len(other.ops):
         raise Differs(max(one.ops, other.ops, key=len)[len(ops)])
     both = ((number, shape[:1], other.shapes.get(number, ())[:1]) for number, shape in one.shapes.items())
     follows = frozenset(number for number, *firsts in both if firsts == [(rows,), (other_rows,)])
     loss = generalised(one.loss, other.loss, rows, other_rows) if one.loss and other.loss else None
     return replace(one, ops=tuple(ops), follows=follows, loss=loss)
+
+
+def _with_common_results(first: Op, second: Op) -> Op:
+    """Returns `first`, with those tensors alone that both calls of a module returned, if their numbers of them differ.
+
+    Raises Differs if it put some into its arguments.
+    """
+    one, other = ([leaf for leaf in leaves(op.result) if isinstance(leaf, Ref)] for op in (first, second))
+    if len(one) == len(other) or not first.is_module:
+        return first
+    if first.puts or second.puts:
+        raise Differs(first)
+    return replace(first, result=one[: len(other)], more=True)
 
 
 def followed(one: Any, other: Any, rows: int, other_rows: int) -> Any:

@@ -46,6 +46,8 @@ CONSTANTS = (
 
 _CALLS = nn.Module.__call__.__code__.co_filename
 """The file of torch that calls forward."""
+_ROOM = 1 << 16
+"""Numbers that are kept for the tensors of a block that returns several."""
 
 
 class Inside(Exception):
@@ -287,6 +289,8 @@ class Recorder(TorchFunctionMode):
         found = [found, *put] if put else found
         result = mapped(opened(found), lambda leaf: Ref(self.number(leaf)) if isinstance(leaf, torch.Tensor) else None)
         returned = set(map(id, tensors_in(found)))
+        if isinstance(function, str) and len(returned) > 1:  # how many may depend on the rows, and later numbers must not
+            self._count = -(-self._count // _ROOM) * _ROOM
         rebinds = tuple((self.number(t), before[key]) for key, t in rebound.items() if key not in returned)
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         own_autocast = None if autocast == self._autocast else autocast or torch.float32

@@ -180,13 +180,13 @@ class Segment(nn.Module):
             own = itertools.chain(function.parameters(), function.buffers())
             made += put_into(opened((args, kwargs)), set(map(id, itertools.chain(given, made, own))))
         numbers = [leaf.number for leaf in leaves(op.result) if isinstance(leaf, Ref)]
-        if len(made) != len(numbers):
+        if len(made) != len(numbers) and not op.more:
             raise ModelError(
                 f"{op.where}: it returned {len(made)} tensors, and {len(numbers)} when the model was recorded. How many a "
                 "block returns must not depend on its rows."
             )
         changed = {new: values[old] for new, old in op.rebinds}
-        values.update(zip(numbers, made, strict=True))
+        values.update(zip(numbers, made, strict=False))
         values.update(changed)
 
 
@@ -207,7 +207,7 @@ def _is_one_call(steps: Steps) -> bool:
         return False
     (op,), (taken,), (given,) = steps.ops, steps.takes, steps.gives
     tensors = [leaf for leaf in leaves((op.args, op.kwargs)) if isinstance(leaf, Ref | Own | torch.Tensor)]
-    own = op.puts or op.autocast is not None or op.attention is not None
+    own = op.puts or op.more or op.autocast is not None or op.attention is not None
     return op.is_module and op.grad and not own and tensors == [Ref(taken)] and op.makes == {given}
 
 

@@ -160,7 +160,7 @@ _DATA_LIMIT = _DataLimit()
 
 
 class Grant(Protocol):
-    def __call__(self, *, at_rest: bool = False) -> bool: ...
+    def __call__(self, *, at_rest: bool = False, untouched: int = 0) -> bool: ...
 
 
 @contextmanager
@@ -170,9 +170,9 @@ def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0)
     CPU: RLIMIT_DATA counts reserved bytes, so the difference to the bytes used now (library data, thread stacks: a constant) is
     granted on top. CUDA: the caching allocator's cap, which leaves out the context. Yields a function that also grants bytes
     reserved since then and not used, and returns True if there were any: those for generated code and, `at_rest`, when nothing
-    is loaded, all others too, as of a heap that cannot shrink because its last bytes are in use. On CUDA it lowers the cap by
-    what the context has grown. beside: bytes of the limit that other processes of the run have. untouched: bytes that kernels
-    will reserve and not use.
+    is loaded, all others too, as of a heap that cannot shrink because its last bytes are in use. Its `untouched` bytes are
+    granted until its next call. On CUDA it lowers the cap by what the context has grown. beside: bytes of the limit that other
+    processes of the run have. untouched: bytes that kernels will reserve and not use.
     """
     if not device.shares_memory:
         with _capped_allocator(device, limit) as lower:
@@ -181,21 +181,24 @@ def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0)
     now = read_process()
     if now.held + beside >= limit:
         raise too_small(limit, now.held + beside)
-    unused, code, granted, over, me = now.data - now.anon + untouched, generated_code(), 0, False, object()
+    code, granted, lent, over, me = generated_code(), 0, 0, False, object()
+    unused_before = now.data - now.anon
+    unused = unused_before + untouched
 
     def set_limit() -> None:
-        _DATA_LIMIT.hold(me, limit - beside + unused + granted)
+        _DATA_LIMIT.hold(me, limit - beside + unused + granted + lent)
 
-    def grant(*, at_rest: bool = False) -> bool:
-        nonlocal granted
+    def grant(*, at_rest: bool = False, untouched: int = 0) -> bool:
+        nonlocal granted, lent
         if over:
             return False
         more = (generated_code() - code) * 15 // 16
         if at_rest:
             now = read_process()
-            more = max(more, now.data - now.anon + untouched - unused)
-        grown, granted = more > granted, max(granted, more)
-        if grown:
+            more = max(more, now.data - now.anon - unused_before)
+        grown, changed = more > granted, untouched != lent
+        granted, lent = max(granted, more), untouched
+        if grown or changed:
             set_limit()
         return grown
 
@@ -224,7 +227,7 @@ def _capped_allocator(device: Device, limit: int) -> Iterator[Grant]:
     device.restart_peaks()
     device.cap(available)
 
-    def lower(*, at_rest: bool = False) -> bool:
+    def lower(*, at_rest: bool = False, untouched: int = 0) -> bool:
         """Lowers the cap where kernels that were loaded since have taken more than half of the margin."""
         nonlocal available
         reserved = device.reserved()

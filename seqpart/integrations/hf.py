@@ -37,7 +37,7 @@ from seqpart.integrations.hf_arguments import (
     wanted_of,
 )
 from seqpart.integrations.hf_callbacks import Relay
-from seqpart.integrations.hf_data import Predictions
+from seqpart.integrations.hf_data import Predictions, base_of
 from seqpart.model.losses import LossSource
 from seqpart.model.optimizer_trials import Build
 from seqpart.options import Options
@@ -310,11 +310,12 @@ class Trainer:
         args = copy.copy(self.args)
         vars(args).update(self._early)
         self._loss = hf_losses.loss_of(args, self.model, self.compute_loss_func)
-        if self._loss is None and not self._overridden and "labels" not in inspect.signature(self.model.forward).parameters:
+        takes = inspect.signature(base_of(self.model).forward).parameters
+        if self._loss is None and not self._overridden and "labels" not in takes:
             raise OptionError(
                 f"model: the forward of {type(self.model).__name__} takes no `labels`, from which it computes its loss. Give "
-                "one with a head that does (AutoModelFor...); a model of peft needs its task_type. Labels under other names "
-                "(start_positions of question answering) are not taken."
+                "one with a head that does (AutoModelFor...). Labels under other names (start_positions of question "
+                "answering) are not taken."
             )
         if (config := getattr(self.model, "config", None)) is not None:
             config.use_cache = False

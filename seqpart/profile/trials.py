@@ -7,6 +7,7 @@ In this process and not in a child: a child would hold the imported libraries, 3
 """
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn.modules.conv import _ConvNd
 
 from seqpart.device.compiler import back_propagate, without_symbols
 from seqpart.device.device import Device
@@ -82,7 +84,11 @@ _NARROW = (torch.bfloat16, torch.float16)
 _KERNELS = 2 << 20
 """Bytes of kernels that oneDNN keeps for a kind of block and each number of rows in narrow floats."""
 _UNMEASURED = 32 << 20
-"""Allowance in bytes for blocks not yet run: an LSTM's library took 10 MB more than was counted, and a convolution's 24."""
+"""Least allowance in bytes for blocks not yet run: an LSTM's library took 10 MB more than was counted, and a convolution's 24;
+those of wide ones as much as their weights."""
+_UNTOUCHED = 3
+"""Bytes that oneDNN reserves and does not touch in the backward pass of a dilated convolution, for each thread, as a multiple
+of its weight's. Of as many again it touches a part."""
 _FEW = 2
 """Rows of a first small trial, from which larger ones are estimated: one row would be too few for BatchNorm."""
 _CPP, _STAYS = 520 << 20, 100 << 20
@@ -113,7 +119,7 @@ class Trials:
         """Most bytes held during any trial, which may be too short for a sampler."""
         self.beyond = self._begun = 0
         """Most bytes held during any trial beyond those before it: a trial accumulates gradients, and training need not."""
-        self.grant: Grant = lambda *, at_rest=False: False
+        self.grant: Grant = lambda *, at_rest=False, untouched=0: False
         """Called after each trial: generated code that it leaves is reserved and not held."""
         self.beside = 0
         """Bytes of the limit that other processes of the run have."""
@@ -158,10 +164,13 @@ class Trials:
         kernels = 2 * _KERNELS * len(kinds) if self._device.shares_memory and types.intersection(_NARROW) else 0
         if all(any(count >= rows for count in self._found.get(kind, {})) for kind in kinds):
             return smallest + kernels
+        blocks = {block.same_as: block for block in self._chain}.values()
+        copies = (_weight_of_convolution(block, dilated=one) for block in blocks for one in (False, True))
+        beyond = max(_UNMEASURED, 2 * max(copies, default=0))
         stays, compiler = 0, 0
         if any(block.compiles for block in self._chain):
             stays, compiler = 0 if self._versions else _STAYS, limit_for(self._to_compile() + self.beside + _UNMEASURED)
-        return max(smallest + stays + kernels + _UNMEASURED, compiler)
+        return max(smallest + stays + kernels + beyond, compiler)
 
     def _to_compile(self) -> int:
         """Bytes held while a block is compiled, as far as known before."""
@@ -184,6 +193,7 @@ class Trials:
             if rows not in known and _alone(costs[number]) <= available:
                 if self._chain[number].compiles:
                     self._compile(number, rows, most)
+                self.grant(untouched=_UNTOUCHED * _weight_of_convolution(self._chain[number], dilated=True))
                 known[rows], fresh = self._measured(number, rows, available), True
                 self.grant()
         return fresh
@@ -367,12 +377,11 @@ class Trials:
         if self._device.keeps_heap:
             kept_seconds = max(_LEAST_SHARE * sum(seconds), sum(seconds) - faults * seconds_per_fault())
         # oneDNN's workspace of an LSTM is 16 times what fake tensors show of it, and two thirds of that are never touched.
-        reserves = _has(module, nn.LSTM)
         found = Excess(
             forward=max(0, seen.forward - cost.forward_peak), saved=max(0, seen.saved - cost.saved),
             hidden=max(0, kept - sum(round_up(size, ALIGNMENT) for size in cost.saved_sizes)),
-            untouched=max(0, kept - max(seen.saved, cost.saved)) if reserves else 0,
-            untouched_peak=seen.untouched_peak if reserves else 0,
+            untouched=max(0, kept - max(seen.saved, cost.saved)) if _has(module, nn.LSTM) else 0,
+            untouched_peak=seen.untouched_peak,
             backward=max(0, seen.backward - cost.accumulate_peak), inference=max(0, inference - cost.inference_peak),
             forward_seconds=seconds[0], backward_seconds=seconds[1], kept_seconds=kept_seconds,
         )  # fmt: skip
@@ -471,6 +480,17 @@ def _alone(cost: BlockCost) -> int:
     """Counted bytes of a trial."""
     working = max(cost.forward_peak, cost.saved + cost.output + max(cost.backward_peak, cost.accumulate_peak))
     return 2 * cost.input + cost.weights + sum(nbytes for _, nbytes in cost.tied) + cost.gradients + working
+
+
+def _weight_of_convolution(block: Block, *, dilated: bool) -> int:
+    """Bytes of a block's largest weight of a convolution; of a dilated one in all threads, each of which has copies of it."""
+    found = [one for one in block.fake(FakeMode())[0].modules() if isinstance(one, _ConvNd)]
+    sizes = [
+        one.out_channels * one.in_channels // one.groups * math.prod(one.kernel_size) * one.weight.itemsize
+        for one in found
+        if not dilated or max(one.dilation) > 1
+    ]  # a live module's weights are empty
+    return max(sizes, default=0) * (torch.get_num_threads() if dilated else 1)
 
 
 def _has(module: nn.Module, kind: type[nn.Module]) -> bool:

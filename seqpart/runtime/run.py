@@ -75,7 +75,7 @@ class Run:
         self.failed_at: Position | None = None
         """Position at which an error ended the steps; every home is as it should be there."""
         self._stopped, self._granted_at = False, 0.0
-        self._grant: Grant = lambda *, at_rest=False: False
+        self._grant: Grant = lambda *, at_rest=False, untouched=0: False
         self._turns: list[tuple[int, PhaseDone | float]] = []
         """(partition, its pass, or the loss of one that was ended) since GATHER, which gives them to the other ranks."""
         self._state, self._finished, self.interrupts = UNBEGUN, "", Interrupts(agreed=planner.ranks.count > 1)

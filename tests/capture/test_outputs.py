@@ -337,6 +337,14 @@ def test_a_layer_that_compares_rows_is_refused_in_words(tmp_path):
         trained(model, lambda out, y: out[1].mean(), (X, Y), tmp_path)
 
 
+def test_scores_of_pairs_that_take_a_parameter_are_refused_with_what_they_lack(tmp_path):
+    """SiglipModel adds its bias to them: the refusal forbade all scores of pairs, and those without a parameter train."""
+    model = Net(lambda net, h, s, v: (s, h @ h.T + net.bias))
+    model.bias = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ModelError, match="or functions that take no parameter must compute it from tensors of rows"):
+        trained(model, lambda out, y: out[1].mean(), (X, Y), tmp_path)
+
+
 def test_outputs_that_compare_rows_are_left_out_where_the_loss_does_not_use_them(tmp_path):
     """As the logits of CLIP, which a loss computes from the embeddings where it has whole batches."""
     loss = CASES["a tuple"][1]

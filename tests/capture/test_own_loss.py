@@ -71,6 +71,32 @@ def numbers(rows=22, seed=1):
     return x, x.sum(1)
 
 
+class Checked(nn.Module):
+    """As a model of images in transformers: it checks values, and returns a tensor of each row beside its states."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(4, 6)
+
+    def forward(self, x):
+        if x.isnan().any():
+            raise ValueError("no numbers")
+        states = torch.tanh(self.mix(x))
+        return {"states": states, "pieces": list(states * 2)}
+
+
+class Pieces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model, self.last = Checked(), nn.Linear(6, 3)
+
+    def forward(self, x, labels=None):
+        found = self.model(x)
+        logits = self.last(found["states"])
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return {"loss": loss, "logits": logits, "pieces": found["pieces"]}
+
+
 MODELS = {"shifted": (Shifted, tokens), "targets": (Targets, classes), "loss alone": (LossAlone, numbers)}
 models = pytest.mark.parametrize("name", MODELS)
 
@@ -94,6 +120,45 @@ def trained(kind, folder, train, test, *, reporter=None, resume=None, loss="mode
 def own(model, x, y):
     found = model(x, y)
     return found["loss"] if isinstance(found, dict) else found[1] if isinstance(found, tuple) else found
+
+
+@pytest.mark.parametrize("loss", ["model", lambda found, y: F.cross_entropy(found["logits"], y)], ids=["model", "function"])
+@pytest.mark.parametrize("micro", [8, 1])
+def test_a_layer_may_return_a_list_of_its_rows_which_the_loss_does_not_use(loss, micro, tmp_path):
+    """As LlavaModel, a layer since it looks at values: what came after it had other numbers in the runs that are compared, and
+    the refusal was of "other things with 6 rows than with 4"."""
+    (x, y), test = classes(), classes(8, 2)
+    options = {"loss": loss, "micro_batch_size": micro}
+    model, _ = trained(Pieces, tmp_path / "run", (x, y), test, **options)
+    plain = made(Pieces)
+    step = torch.optim.SGD(plain.parameters(), lr=0.01, fused=True)
+    for first in (0, 8, 16) * 2:
+        rows, labels = x[first : first + 8], y[first : first + 8]
+        for one, its in zip(rows.split(micro), labels.split(micro), strict=True):
+            (F.cross_entropy(plain(one)["logits"], its) * len(one) / len(rows)).backward()
+        step.step()
+        step.zero_grad()
+    expected, ours = plain.state_dict(), model.state_dict()
+    assert all(torch.allclose(ours[key], one, atol=1e-6, rtol=0) for key, one in expected.items())
+    assert micro < 8 or all(torch.equal(ours[key], one) for key, one in expected.items())
+
+
+LOSSES_OF_PIECES = {
+    "gradients": lambda pieces: torch.stack(pieces).square().mean(),
+    "values": lambda pieces: torch.stack(pieces).detach().square().mean(),
+    "their number": len,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES_OF_PIECES)
+def test_a_loss_that_takes_a_list_of_the_rows_is_refused(name, tmp_path):
+    """It would get those of the four rows that were recorded; a loss that took the length of such a list did."""
+
+    def loss(found, y):
+        return F.cross_entropy(found["logits"], y) + LOSSES_OF_PIECES[name](found["pieces"])
+
+    with pytest.raises(ModelError, match=r"a list of as many tensors as (it has )?rows"):
+        trained(Pieces, tmp_path / "run", classes(), classes(8, 2), loss=loss)
 
 
 @models

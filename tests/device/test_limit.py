@@ -171,6 +171,16 @@ def test_what_kernels_will_reserve_and_not_use_is_granted_on_top():
             mmap.mmap(-1, 1 << 30, flags=flags)
 
 
+def test_what_one_kernel_will_reserve_and_not_use_is_granted_for_its_time():
+    """A dilated convolution's backward pass: a trial of it met the kernel's limit, and the run that went on unmeasured died."""
+    with enforced(Device(), held_now() + (256 << 20)) as grant:
+        capped = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        assert not grant(untouched=64 << 20), "nothing was reserved yet"
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == capped + (64 << 20)
+        grant()
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == capped
+
+
 def test_at_rest_all_that_is_reserved_and_not_used_is_granted_on_top():
     """A heap that was kept could not shrink, because its last bytes were in use: the run that went on without it had 260 MB
     less than its plan, and ended."""

@@ -90,3 +90,23 @@ def test_an_adapter_that_is_made_of_the_base_is_refused_where_the_base_has_no_va
 def test_a_mistake_that_has_nothing_to_do_with_the_base_is_pefts_own():
     with pytest.raises(ValueError, match="nowhere"):
         get_peft_model(on_meta(), peft.LoraConfig(target_modules=["nowhere"]))
+
+
+def test_a_model_of_peft_without_a_task_has_the_loss_of_its_base(tmp_path):
+    """Its forward takes anything, (*args, **kwargs): it was refused as one that takes no `labels`."""
+    model = get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    tokens = torch.randint(0, 64, (8, 6))
+    before = {name: one.detach().clone() for name, one in learning(model).items()}
+    trainer = Trainer(
+        model, "model", lambda found: torch.optim.SGD(found, lr=0.1), mem_limit="2GB", method="full", batch_size=4, epochs=1,
+        output_dir=tmp_path / "run", quiet=True, shuffle=False,
+    )  # fmt: skip
+    trainer.fit((tokens, tokens))
+    plain = get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    plain.load_state_dict(before, strict=False)
+    optimizer = torch.optim.SGD(learning(plain).values(), lr=0.1)
+    for rows in tokens.split(4):
+        plain(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(one, learning(model)[name]) for name, one in learning(plain).items())

@@ -70,6 +70,51 @@ def test_what_an_lstm_reserves_and_does_not_touch_is_known_and_where_it_is_tight
     assert all(untouched > 4 << 20 for untouched in seen.values()), seen
 
 
+DILATED = """
+import json, re, sys, torch
+from torch import nn
+from seqpart import DoesNotFit, Trainer
+
+torch.set_num_threads(int(sys.argv[2]))
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(64, 2048, 1), nn.Conv2d(256, 64, 1)
+        self.wide = nn.Conv2d(2048, 256, 3, padding=12, dilation=12)
+
+    def forward(self, x):
+        return x + self.last(self.wide(self.first(x)).relu())
+
+blocks = [lambda: nn.Conv2d(3, 64, 8, 8), Wide, Wide, nn.Flatten, lambda: nn.Linear(64 * 64, 6)]
+rows = torch.randn(8, 3, 64, 64), torch.arange(8) % 6
+
+def trainer(limit):
+    return Trainer(
+        blocks, mem_limit=limit, method="auto", batch_size=4, micro_batch_size=4, epochs=1, output_dir=sys.argv[1], quiet=True
+    )
+
+try:
+    trainer("150MB").plan(rows)
+except DoesNotFit as refusal:
+    least = re.search("smallest limit that fits: ([0-9]+MB)", str(refusal))[1]
+proof = trainer(least).fit(rows).proof
+print(json.dumps([proof.predicted, proof.peak, proof.violations]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_a_dilated_convolution_trains_under_the_limit_that_a_refusal_names(tmp_path, threads):
+    """Its backward pass reserves four times its weights in each thread, and touches a quarter of that; the kernel's limit
+    charges all. Neither the trial nor the run had room, under the limit named and for 60 MB above it."""
+    command = [sys.executable, "-c", DILATED, str(tmp_path / "run"), threads]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    predicted, peak, violations = json.loads(done.stdout.splitlines()[-1])
+    assert violations == 0 and 0.99 <= predicted / peak <= 1.07, (predicted, peak)
+    assert "allocation failed" not in (tmp_path / "run" / "events.jsonl").read_text()
+
+
 def test_all_that_an_lstm_saves_is_counted_where_its_graph_is_offloaded():
     """What had no room in the ranges of a file stayed on the device: 64 workspaces of 300 KB, in no prediction."""
     rows = torch.randn(64, 768), torch.arange(64) % 10
