@@ -21,6 +21,7 @@ from seqpart.errors import (
 if TYPE_CHECKING:
     from seqpart.data.packing import packed
     from seqpart.data.padding import Padding
+    from seqpart.model.in_file import parameters_in_file
     from seqpart.model.weight_files import parameters_on_meta
     from seqpart.runtime.result import Evaluation, Result
     from seqpart.settings import Settings
@@ -41,6 +42,7 @@ __all__ = [
     "Trainer",
     "VerifyMismatch",
     "packed",
+    "parameters_in_file",
     "parameters_on_meta",
 ]
 
@@ -55,7 +57,8 @@ def __getattr__(name: str) -> Any:
 
 _PLACES = {
     "Evaluation": "runtime.result", "Padding": "data.padding", "Result": "runtime.result", "Settings": "settings",
-    "Trainer": "trainer", "packed": "data.packing", "parameters_on_meta": "model.weight_files",
+    "Trainer": "trainer", "packed": "data.packing", "parameters_in_file": "model.in_file",
+    "parameters_on_meta": "model.weight_files",
 }  # fmt: skip
 
 

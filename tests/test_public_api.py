@@ -13,6 +13,7 @@ def test_the_public_names_are_few_sorted_and_there():
     assert seqpart.__all__ == [
         "BadInput", "DoesNotFit", "Evaluation", "Interrupted", "LimitExceeded", "OutOfMemory", "Padding", "Result",
         "SeqpartError", "Settings", "StoreError", "Trainer", "VerifyMismatch", "packed",
+        "parameters_in_file",
         "parameters_on_meta",
     ]  # fmt: skip
     assert all(hasattr(seqpart, name) for name in seqpart.__all__)

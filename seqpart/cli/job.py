@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,9 +16,11 @@ from seqpart.errors import BadInput, DoesNotFit, OptionError
 from seqpart.fields import PerPartition
 from seqpart.intake import rows_of
 from seqpart.model.blocks import MOST_BLOCKS
+from seqpart.model.in_file import parameters_in_file
 from seqpart.model.loss_probe import seed_all
 from seqpart.model.named_optimizers import OptimizerName
 from seqpart.plan.plan import Plan
+from seqpart.profile.machine import existing
 from seqpart.report.reporter import Reporter
 from seqpart.settings import Settings
 from seqpart.store.scratch import has_checkpoint
@@ -187,7 +189,8 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
                 f"found {job.model!r}.{nearest([job.model], ('mlp', 'gpt', 'lenet', 'psnet'))}"
             )
         seed_all(job.seed)
-        return called(job.model, "--model"), None
+        with _in_file(job):
+            return called(job.model, "--model"), None
     _refuse_too_deep(job.depth, "")
     width = (models.GPT_WIDTH if job.model == "gpt" else models.WIDTH) if job.width is None else job.width
     if width < 1 or (job.depth is not None and job.depth < 0):
@@ -226,9 +229,15 @@ def _library_model(job: Job, train: Split, test: Split, *, whole: bool = False) 
         dtype=DTYPES[job.weights_dtype] if job.weights_dtype is not None else None,
         predicts_tokens=train.tokens and tuple(train.labels.shape[1:]) == train.shape,
     )  # fmt: skip
-    made = libraries.made(library, name, asked)
+    with _in_file(job):
+        made = libraries.made(library, name, asked)
     _refuse_other_rows(job, train)
     return made
+
+
+def _in_file(job: Job) -> AbstractContextManager[None]:
+    """A context in which models have their weights in a file on the disk: they may be larger than memory."""
+    return parameters_in_file(existing(job.offload_dir or job.output_dir or Path("runs")))
 
 
 def _refuse_other_rows(job: Job, train: Split) -> None:

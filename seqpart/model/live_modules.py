@@ -24,6 +24,7 @@ from seqpart.device.pages import bytes_of, round_up
 from seqpart.errors import CorruptFile, ModelError, OptionError
 from seqpart.interrupts import undivided
 from seqpart.model.blocks import Block
+from seqpart.model.in_file import is_in_file, let_pages_go
 from seqpart.model.inspection import has_hooks
 from seqpart.model.tensors import away, mark_away, mark_back, tensors_of
 from seqpart.store.direct import REQUEST, explained
@@ -41,6 +42,8 @@ class _Piece:
     device: torch.device
     first: int
     last: int
+    in_file: bool
+    """True if it lies in a file of its own, see `parameters_in_file`, and takes no memory."""
     offset: int = 0
 
     @property
@@ -253,7 +256,8 @@ class LiveModules:
 
     def alive(self, kind: str) -> int:
         """Bytes that the modules' tensors take on that kind of device (cpu, cuda); 0 while they are in the file."""
-        return 0 if self.away else sum(piece.nbytes for piece in self._found()[1] if piece.device.type == kind)
+        pieces = (piece for piece in self._found()[1] if piece.device.type == kind and not piece.in_file)
+        return 0 if self.away else sum(piece.nbytes for piece in pieces)
 
     def nbytes(self, kind: str) -> int:
         """Bytes on that kind of device (cpu, cuda) that emptying the modules freed, and that they take again at the end."""
@@ -268,7 +272,7 @@ class LiveModules:
         try:
             with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
                 offset = 0
-                for piece in self._pieces:
+                for piece in (one for one in self._pieces if not one.in_file):
                     piece.offset = offset
                     self._write(file.fileno(), piece)
                     offset += round_up(piece.nbytes)
@@ -301,13 +305,22 @@ class LiveModules:
             taken = self._taken[block.number][name]
             if taken.has_no_values:
                 continue
-            if taken.stride == view.stride():
+            if (place := self.place(block, name)) is not None:
+                view.copy_(place)
+                let_pages_go(taken.tensor)
+            elif taken.stride == view.stride():
                 self._read(
                     taken.piece.offset + taken.start - taken.piece.first,
                     view.as_strided((view.numel(),), (1,)).view(torch.uint8),
                 )
             else:
                 view.copy_(taken.on(self._storage(taken.piece, torch.device("cpu")), taken.piece.first))
+
+    def place(self, block: Block, name: str) -> torch.Tensor | None:
+        """Returns the tensor in the file in which a parameter of the block lies from the beginning; None if there is none."""
+        taken = self._taken[block.number].get(name)
+        storage = taken.piece.storage() if taken is not None and taken.piece.in_file else None
+        return None if taken is None or storage is None else taken.on(storage, 0)
 
     def keep(self, block: Block) -> None:
         """Makes `give_back` leave the block's module with the values that it has now."""
@@ -398,7 +411,7 @@ def _taken(tensor: torch.Tensor, pieces: dict[int, _Piece], places: list[tuple[n
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = start + (steps + 1) * tensor.itemsize if tensor.numel() and not empty else start
     first = start // _ALIGNED * _ALIGNED
-    piece = pieces.setdefault(storage._cdata, _Piece(weakref.ref(storage), tensor.device, first, end))
+    piece = pieces.setdefault(storage._cdata, _Piece(weakref.ref(storage), tensor.device, first, end, is_in_file(tensor)))
     piece.first, piece.last = min(piece.first, first), max(piece.last, end)
     return _Taken(tensor, piece, start, empty, tuple(tensor.shape), tuple(tensor.stride()), places)
 

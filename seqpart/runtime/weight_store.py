@@ -269,8 +269,10 @@ class WeightStore:
                 self._planner.live_modules.keep(block)
 
     def _each_alone(self, block: Block, layout: Layout) -> dict[str, torch.Tensor]:
-        """Reads a block's weights, each into memory of its own: torch.save and safetensors refuse tensors of a common one."""
-        found = {spec.name: spec.empty() for spec in layout.specs}
+        """Reads a block's weights, each into memory, or a file, of its own: torch.save and safetensors refuse tensors of a
+        common one."""
+        places = {spec.name: self._planner.live_modules.place(block, spec.name) for spec in layout.specs}
+        found = {spec.name: spec.empty() if (at := places[spec.name]) is None else at for spec in layout.specs}
         if layout.nbytes:
             with closing(self.store.source(block.home, REQUEST)) as source:
                 for tensor in found.values():
