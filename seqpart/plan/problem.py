@@ -296,7 +296,7 @@ def refuse_given(problem: Problem, peak: int) -> None:
             f"{left_of(problem.limit)}.\n"
             f"  Its weights, {format_size(alive)}, are all in memory when the run begins and when it ends, together with the "
             f"runtime of {format_size(runtime)}.\n"
-            "  Build it inside `with seqpart.parameters_in_file(DIR):`, give factories, which build one block at a time, or give "
+            "  Build it inside `with seqpart.parameters_in_file(DIR):`, or give factories, which build one block at a time, or "
             "a larger limit.",
             limit_for(peak),
         )
