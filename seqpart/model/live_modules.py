@@ -26,7 +26,7 @@ from seqpart.interrupts import undivided
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import has_hooks
 from seqpart.model.tensors import away, mark_away, mark_back, tensors_of
-from seqpart.store.direct import REQUEST, explained
+from seqpart.store.direct import REQUEST, explaining
 
 _ALIGNED = 64
 """Alignment in bytes of a piece in its storage: a multiple of every element's size."""
@@ -265,22 +265,19 @@ class LiveModules:
             return
         self._meta.take()
         self._taken, self._pieces = self._found()
-        try:
-            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
-                offset = 0
-                for piece in self._pieces:
-                    piece.offset = offset
-                    self._write(file.fileno(), piece)
-                    offset += round_up(piece.nbytes)
-                with undivided():
-                    self._file = os.dup(file.fileno())
-                    for tensors in self._taken.values():
-                        for taken in tensors.values():
-                            taken.empty()
-                            self._emptied.append(taken.tensor)
-                            _away[taken.tensor] = True
-        except OSError as error:
-            raise explained(error, self._folder) from None
+        with explaining(self._folder), tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
+            offset = 0
+            for piece in self._pieces:
+                piece.offset = offset
+                self._write(file.fileno(), piece)
+                offset += round_up(piece.nbytes)
+            with undivided():
+                self._file = os.dup(file.fileno())
+                for tensors in self._taken.values():
+                    for taken in tensors.values():
+                        taken.empty()
+                        self._emptied.append(taken.tensor)
+                        _away[taken.tensor] = True
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
@@ -381,14 +378,12 @@ class LiveModules:
 
     def _read(self, offset: int, flat: torch.Tensor) -> None:
         done, memory = 0, bytes_of(flat)
-        try:
+        with explaining(self._folder):
             while done < len(memory):
                 got = os.preadv(self._file, [memory[done : done + REQUEST]], offset + done)
                 if not got:
                     raise CorruptFile(f"a file of this run in {self._folder} was cut off: the disk, or another program.")
                 done += got
-        except OSError as error:
-            raise explained(error, self._folder) from None
 
 
 def _taken(tensor: torch.Tensor, pieces: dict[int, _Piece], places: list[tuple[nn.Module, str]]) -> _Taken:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from seqpart.errors import DataError, OptionError
-from seqpart.store.direct import explained
+from seqpart.store.direct import explaining
 
 Augmentation = Literal["imagenet", "cifar", "none"]
 _SIZES: dict[str, int | None] = {"imagenet": 224, "cifar": 32, "none": None}
@@ -134,10 +134,8 @@ def _shared_names(holding: dict[Path, list[str]]) -> tuple[Path, Path, str] | No
 
 
 def _directories(folder: Path) -> list[Path]:
-    try:
+    with explaining(folder):
         return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
-    except OSError as error:
-        raise explained(error, folder) from None
 
 
 def _unlike_splits(folder: Path, found: str, kind: str, other: str = "") -> DataError:
@@ -148,7 +146,6 @@ def _unlike_splits(folder: Path, found: str, kind: str, other: str = "") -> Data
 
 
 def _classes(folder: Path, kind: str) -> list[str]:
-    """Returns the names of directories."""
     found = [path.name for path in _directories(folder)]
     if not found:
         raise _unlike_splits(folder, f"{folder.name} holds no directories of classes", kind)

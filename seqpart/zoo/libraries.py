@@ -193,10 +193,8 @@ def _refuse_unknown(library: str, name: str, known: Collection[str]) -> None:
 
 
 def _tried(what: str, make: Callable[[], nn.Module]) -> nn.Module:
-    try:
+    with refusing(lambda error: OptionError(f"--model {what}: the library refused: {_short(error)}")):
         return make()
-    except Exception as error:
-        raise OptionError(f"--model {what}: the library refused: {_short(error)}") from error
 
 
 def called(name: str, option: str) -> Any:
