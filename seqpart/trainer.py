@@ -40,7 +40,7 @@ from seqpart.model.quantized import plain_tensors
 from seqpart.model.tiling import first_that_fits, possible_tile, separating, sizes_to_try
 from seqpart.model.weight_files import is_adapted
 from seqpart.options import Options
-from seqpart.plan.ist import preparation_of
+from seqpart.plan.ist import SubnetPreparation
 from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.profile.fake_mode import FakeMode
@@ -172,7 +172,8 @@ class Trainer:
             if self._in_pairs or self.settings.unfreeze is not None:
                 option = f"--method {self.settings.method}" if self.settings.unfreeze is None else "--unfreeze"
                 refuse_ranks(option, "Take another method than psl, without --unfreeze, or start one.")
-            return preparation_of(self.settings)(
+            plans = SubnetPreparation if self.settings.methods[0].has_subnets else Planner
+            return plans(
                 self.model if model is None else model, self.settings, train, test, self.device,
                 final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
                 resumes=resumes, loss_chunks=loss_chunks, ranks=ranks_of(self.device),

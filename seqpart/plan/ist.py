@@ -24,7 +24,6 @@ from seqpart.plan.simulator import simulate
 from seqpart.profile.partition import Parting, PartitionCost, state_layouts
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
-from seqpart.settings import Settings
 from seqpart.store.layout import Layout
 from seqpart.units import format_size
 
@@ -351,8 +350,3 @@ class SubnetPreparation(Planner):
             full_state=weights + gradients + state, parameters=parameters, frozen=sum(cost.frozen for cost in costs),
             disk_bytes=plan.disk_bytes + moments, update_seconds=0.0,
         )  # fmt: skip
-
-
-def preparation_of(settings: Settings) -> type[Planner]:
-    """The class that plans the method of the settings."""
-    return SubnetPreparation if settings.methods[0].has_subnets else Planner
