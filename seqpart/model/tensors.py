@@ -132,7 +132,6 @@ def bring_to_cpu(module: nn.Module) -> None:
 
 
 def buffer_names(module: nn.Module) -> frozenset[str]:
-    """All names of all buffers."""
     return frozenset(name for name, _ in _places(module))
 
 

@@ -120,7 +120,6 @@ class Reporter:
             self.console.print(text if width is None else wrapped(text, width), markup=False)
 
     def warn(self, text: str) -> None:
-        """Logs a warning."""
         self.say(text, logging.WARNING)
 
     def plan(self, plan: Plan) -> None:
@@ -224,7 +223,6 @@ class WarningsAlone(Reporter):
 
 
 def single(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Returns the metrics that are single numbers."""
     return {name: value for name, value in metrics.items() if isinstance(value, float)}
 
 
