@@ -39,7 +39,6 @@ def room_left() -> int:
 
 
 def status_of(pid: int | str = "self") -> bytes:
-    """The kernel's status of a process."""
     with open(f"/proc/{pid}/status", "rb") as status:
         return status.read()
 

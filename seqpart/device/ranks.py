@@ -86,8 +86,6 @@ class Ranks:
 
 
 class Group(Ranks):
-    """The ranks of torchrun."""
-
     def __init__(self, device: Device, environment: Mapping[str, str]) -> None:
         self.number, self.count = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
         self._device, self._to_broadcast = device, False

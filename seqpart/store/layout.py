@@ -37,8 +37,6 @@ _FILLER = "seqpart.filler."
 
 
 class _Entry(msgspec.Struct):
-    """An entry of a safetensors header."""
-
     dtype: Annotated[str, word_of(*DTYPES)]
     shape: list[Whole]
     data_offsets: tuple[Whole, Whole]
