@@ -25,7 +25,7 @@ from seqpart.errors import CorruptFile, ModelError, OptionError
 from seqpart.interrupts import undivided
 from seqpart.model.blocks import Block
 from seqpart.model.inspection import has_hooks
-from seqpart.model.tensors import away, mark_away, mark_back, tensors_of
+from seqpart.model.tensors import away, mark_away, mark_back, range_of, tensors_of
 from seqpart.store.direct import REQUEST, explaining
 
 _ALIGNED = 64
@@ -388,10 +388,9 @@ class LiveModules:
 
 def _taken(tensor: torch.Tensor, pieces: dict[int, _Piece], places: list[tuple[nn.Module, str]]) -> _Taken:
     storage = tensor.untyped_storage()
-    start = int(tensor.storage_offset()) * tensor.itemsize
     empty = bool(tensor.numel()) and not storage.nbytes()
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = start + (steps + 1) * tensor.itemsize if tensor.numel() and not empty else start
+    start, end = range_of(tensor)
+    end = end if tensor.numel() and not empty else start
     first = start // _ALIGNED * _ALIGNED
     piece = pieces.setdefault(storage._cdata, _Piece(weakref.ref(storage), tensor.device, first, end))
     piece.first, piece.last = min(piece.first, first), max(piece.last, end)

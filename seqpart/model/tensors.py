@@ -255,7 +255,7 @@ def _overlapping(named: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[st
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata or not one.numel() or not other.numel():
         return False
-    (first, end), (other_first, other_end) = _range(one), _range(other)
+    (first, end), (other_first, other_end) = range_of(one), range_of(other)
     start, stop = min(first, other_first), max(end, other_end)
     if max(first, other_first) >= min(end, other_end):
         return False
@@ -267,7 +267,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(marked.as_strided(other.shape, other.stride(), (other_first - start) // size).any())
 
 
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
+def range_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns (first byte, byte after the last) that the tensor uses of its storage."""
     first = int(tensor.storage_offset()) * tensor.itemsize
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
