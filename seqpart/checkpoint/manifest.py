@@ -252,12 +252,10 @@ def bring(manifest: Manifest, scratch: Path) -> None:
 
 
 def _second_name(source: Path, found: BinaryIO, target: Path) -> None:
-    try:
+    with contextlib.suppress(OSError):  # another disk, another user's file, or a file system without hard links
         os.link(source, target, follow_symlinks=False)
         if os.path.samestat(os.lstat(target), os.fstat(found.fileno())):
             return
-    except OSError:  # another disk, another user's file, or a file system without hard links
-        pass
     with open(made(target), "wb") as file:
         shutil.copyfileobj(found, file)
 
