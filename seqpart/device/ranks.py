@@ -296,7 +296,7 @@ def _kind_of(parameter: torch.nn.Parameter) -> int:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """True if it lies in memory without gaps, in whatever order."""
-    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def _in_a_row(gradient: torch.Tensor) -> torch.Tensor:

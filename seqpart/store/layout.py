@@ -126,15 +126,7 @@ def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def lies_dense(tensor: torch.Tensor) -> bool:
     """True if the elements fill a piece of memory without gaps or overlap, in any order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 0:
-            return True
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
