@@ -193,10 +193,8 @@ def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
     sampled = 0 if sampler is None else rows
     if sampler is not None and not rows:
         raise DataError(f"{name} data: the set is empty: the DataLoader's sampler has len() 0. Give at least one row.")
-    if loader.drop_last and not (streams and not count):
-        rows = _in_whole_batches(rows, batch, name)
-    if streams and not count and loader.drop_last:
-        rows = _FLOOR
+    if loader.drop_last:
+        rows = _FLOOR if streams and not count else _in_whole_batches(rows, batch, name)
     generator = loader.generator
     return Source(
         items=items, name=name, count=count, rows=rows, streams=streams, batch=batch, shuffles=shuffles, sampler=sampler,
