@@ -16,9 +16,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from seqpart.device.pages import lies_dense
 from seqpart.errors import ModelError
 from seqpart.model.inspection import listed
-from seqpart.store.layout import ALIGNMENT, Layout, lies_dense, spec_of
+from seqpart.store.layout import ALIGNMENT, Layout, spec_of
 
 _MOST_MARKED = 1 << 26
 """Most elements between the ends of two tensors that are compared one by one."""

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Self
 import msgspec
 import torch
 
-from seqpart.device.pages import PAGE, round_up
+from seqpart.device.pages import PAGE, lies_dense, round_up
 from seqpart.errors import CorruptFile, ModelError
 from seqpart.schema import Whole, as_type, word_of
 from seqpart.text import parsed
@@ -122,11 +122,6 @@ def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Strides of a tensor; None if it lies row by row, or with gaps, which no home keeps."""
     rows = tuple(prod(tensor.shape[axis + 1 :]) for axis in range(tensor.ndim))
     return None if tensor.stride() == rows or not lies_dense(tensor) else tuple(tensor.stride())
-
-
-def lies_dense(tensor: torch.Tensor) -> bool:
-    """True if the elements fill a piece of memory without gaps or overlap, in any order."""
-    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:

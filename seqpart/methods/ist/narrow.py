@@ -15,7 +15,6 @@ from seqpart.methods.ist.hidden import HiddenLayer, Spot
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.fake_mode import FakeMode
-from seqpart.store.layout import lies_dense
 
 
 class PartialSum(nn.Module):
@@ -141,7 +140,7 @@ def cuts_of(modules: Sequence[nn.Module], layers: Sequence[HiddenLayer]) -> list
             _note(cuts[spot.block], spot, "weight", columns=_axis(layer, spot, weight.shape[1]))
     for number, own in enumerate(cuts):
         tensors = tensors_of(modules[number])
-        if any(not (lies_dense(tensors[name]) and tensors[name].is_contiguous()) for name in own):
+        if not all(tensors[name].is_contiguous() for name in own):
             raise ModelError(
                 f"method ist cuts weights by rows, and those of block {number} do not lie row by row. Make them contiguous, or "
                 "use --method auto."
