@@ -60,10 +60,6 @@ class Machine:
     host_budget: int = 0
     """Bytes of host memory for boundaries, homes and rows."""
 
-    @property
-    def host_tier(self) -> str:
-        return "ram" if self.host_counts else "pinned"
-
     def peak(self, work: int, heap: int = 0) -> int:
         """Peak of the process or device while a partition takes `work` bytes, beside a kept heap of `heap` bytes."""
         least, work = WARM_UP_BYTES if self.host_counts else 0, max(work, self.export_bytes)
