@@ -52,7 +52,6 @@ def note_of(hint: Any) -> Note:
 
 
 def flags_of(name: str, hint: Any) -> tuple[str, ...]:
-    """Returns the flags of an option."""
     return (flag_of(name), *(also.flag for also in getattr(hint, "__metadata__", ()) if isinstance(also, Also)))
 
 
@@ -63,7 +62,6 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:
-    """Returns the choices of a Literal."""
     return tuple(word for kind in alternatives(hint) if get_origin(kind) is Literal for word in get_args(kind))
 
 
@@ -143,7 +141,6 @@ def flag_of(name: str) -> str:
 
 
 def joined(problems: Iterable[str]) -> str:
-    """Joins problems to one message."""
     message = "; ".join(problem.removesuffix(".") for problem in problems)
     return message if message.endswith("?") else f"{message}."
 

@@ -40,7 +40,7 @@ from seqpart.model.quantized import plain_tensors
 from seqpart.model.tiling import first_that_fits, possible_tile, separating, sizes_to_try
 from seqpart.model.weight_files import is_adapted
 from seqpart.options import Options
-from seqpart.plan.ist import preparation_of
+from seqpart.plan.ist import SubnetPreparation
 from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.profile.fake_mode import FakeMode
@@ -53,7 +53,6 @@ from seqpart.runtime.run import Run
 from seqpart.runtime.tracking import traced, tracked
 from seqpart.runtime.training_session import TrainingSession, Turns, loop_settings
 from seqpart.runtime.weight_store import refuse_taken_places
-from seqpart.schedule.best import LoopState
 from seqpart.schedule.lengths import refuse_untested
 from seqpart.settings import Settings
 from seqpart.store.scratch import own_folder
@@ -172,7 +171,8 @@ class Trainer:
             if self._in_pairs or self.settings.unfreeze is not None:
                 option = f"--method {self.settings.method}" if self.settings.unfreeze is None else "--unfreeze"
                 refuse_ranks(option, "Take another method than psl, without --unfreeze, or start one.")
-            return preparation_of(self.settings)(
+            plans = SubnetPreparation if self.settings.methods[0].has_subnets else Planner
+            return plans(
                 self.model if model is None else model, self.settings, train, test, self.device,
                 final_loss=self._loss, optimizer=self._optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
                 resumes=resumes, loss_chunks=loss_chunks, ranks=ranks_of(self.device),
@@ -189,13 +189,13 @@ class Trainer:
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Planner], plan: Callable[[Planner], ExecutionPlan],
-        again: Plan | None = None, *, in_pairs: bool = False, kept: LoopState | None = None, whole_logits: bool = False,
+        again: Plan | None = None, *, in_pairs: bool = False, resumed: ResumePoint | None = None, whole_logits: bool = False,
     ) -> tuple[Planner, ExecutionPlan]:  # fmt: skip
         """Returns the planner of `prepare(model=..., loss_chunks=...)`, and the plan, with the loss over chunks or large layers
         in tiles if nothing fits without.
 
-        stack: closes the planner. again, whole_logits: see `ways`. in_pairs: true if the model is separated into scores. kept:
-        from the checkpoint, the parameters that were frozen or trained.
+        stack: closes the planner. again, whole_logits: see `ways`. in_pairs: true if the model is separated into scores.
+        resumed: the checkpoint, with the parameters that were frozen or trained.
         """
 
         def work(attempt: ExitStack, model: object, loss_chunks: int | None) -> tuple[Planner, ExecutionPlan]:
@@ -205,8 +205,8 @@ class Trainer:
         stack.enter_context(as_written(self.model))
         stack.enter_context(compiler_at_work(self.settings.compile))
         model = stack.enter_context(freezing(self.model, self.settings.frozen, FakeMode()))
-        if kept is not None:
-            let_learn(model, kept)
+        if resumed is not None and resumed.state is not None:
+            let_learn(model, resumed.state.loop)
         model = stack.enter_context(kept_modes(stack.enter_context(plain_tensors(model, self.device.kind))))
         if in_pairs:
             model = stack.enter_context(separating(model, self.device, self.settings.seed))
@@ -361,7 +361,6 @@ class Trainer:
                     refuse_ranks("resuming a run of sil, whose rows between partitions one process has,", "Start one.")
                 restarted = begun_before(self.settings.output_dir) is not None
                 resumed = resume_point_of(resume.absolute(), self.settings, restarted=restarted)
-            kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
             stack.enter_context(translate_oom(self.device, "the run was planned, begun or ended"))
             resumes = resumed is not None and resumed.manifest is not None
             prepare = partial(self.prepare, rows, tests, reuse=reuse, resumes=resumes)
@@ -369,8 +368,9 @@ class Trainer:
             earlier = resumed.plan if resumed is not None and ranks.leads else reuse
             with planning_shown(reporter):
                 planner, prepared = self._fitting(
-                    stack, prepare, plan, earlier, in_pairs=self._in_pairs, kept=kept, whole_logits=compute_metrics is not None
-                )
+                    stack, prepare, plan, earlier, in_pairs=self._in_pairs, resumed=resumed,
+                    whole_logits=compute_metrics is not None,
+                )  # fmt: skip
             ranks.broadcast((prepared.plan, resumed and replace(resumed, manifest=None)))
             broadcasting.close()
             refuse_unlike_ranks(ranks, planner)
@@ -465,7 +465,6 @@ class Trainer:
             settings, reporter = loop_settings(asked, folder), Reporter(quiet=self._quiet)
             refuse_taken_places(asked.output_dir, resume, overwrite=settings.overwrite)
             resumed = None if at is None else resume_point_of(at, settings, session=True)
-            kept = resumed.state.loop if resumed is not None and resumed.state is not None else None
             padding = for_data(self._padding, (with_zeros(example, self._labelled)[0],))
             rows = in_type_of(self.model, largest_batch(example, settings, padding, labelled=self._labelled))
             if learns and asked.unfreeze is not None:
@@ -484,7 +483,7 @@ class Trainer:
             with translate_oom(self.device, "the session was planned"):
                 plan = partial(self._planned, sampler, Planner.planned if resumed is None else resumed.planned)
                 planner, prepared = self._fitting(
-                    stack, prepare, plan, resumed.plan if resumed is not None else None, kept=kept
+                    stack, prepare, plan, resumed.plan if resumed is not None else None, resumed=resumed
                 )
             reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (self.settings.max_steps or 1)))
             silent = stack.enter_context(closing(WarningsAlone()))

@@ -169,7 +169,6 @@ def unknown(parent: Path) -> list[Judged]:
 
 
 def _named(runs: dict[Path, int]) -> str:
-    """Returns the names of the runs that hold most."""
     names = [shown(run) for run in sorted(runs, key=lambda run: (-runs[run], run))[:_NAMED]]
     return ", ".join(names) + (f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else "")
 

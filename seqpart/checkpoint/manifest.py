@@ -26,7 +26,7 @@ from seqpart.errors import CorruptFile, OptionError, resuming, shown
 from seqpart.files import made, opened, remove
 from seqpart.schema import Digest, PathText, Whole, as_type, matching, word_of
 from seqpart.store.atomic import checked_body, with_checksum, write_synced
-from seqpart.store.direct import explained, sync
+from seqpart.store.direct import explained, explaining, sync
 from seqpart.store.layout import DTYPES, Layout
 from seqpart.store.scratch import CHECKPOINT, HOME_FILES, PREVIOUS, ROW_FILES, ROWS
 from seqpart.store.store import Store
@@ -164,9 +164,8 @@ def load(path: Path) -> Manifest:
             raise CorruptFile(f"{path} is missing. {_cure(path)}")
         raise OptionError(f"--resume: nothing was saved in {path.parent}: there is no {path.name}. Start without --resume.")
     try:
-        body = checked_body("checkpoint", read_text(path))
-    except OSError as error:
-        raise explained(error, path) from None
+        with explaining(path):
+            body = checked_body("checkpoint", read_text(path))
     except ValueError as error:
         if not path.name.startswith("checkpoint"):
             raise OptionError(
@@ -253,12 +252,10 @@ def bring(manifest: Manifest, scratch: Path) -> None:
 
 
 def _second_name(source: Path, found: BinaryIO, target: Path) -> None:
-    try:
+    with contextlib.suppress(OSError):  # another disk, another user's file, or a file system without hard links
         os.link(source, target, follow_symlinks=False)
         if os.path.samestat(os.lstat(target), os.fstat(found.fileno())):
             return
-    except OSError:  # another disk, another user's file, or a file system without hard links
-        pass
     with open(made(target), "wb") as file:
         shutil.copyfileobj(found, file)
 

@@ -1,6 +1,5 @@
 """A job of the command line, the trainer, data and model for it, and the smallest limit that a refusal names."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -137,10 +136,10 @@ def opened(job: Job, reporter: Reporter, stack: ExitStack, *, alone: bool = Fals
     if job.model.partition(":")[0] in libraries.LIBRARIES:
         made = _library_model(job, train, test)
         trainer.model = made.model
-        trainer.settings = dataclasses.replace(trainer.settings, weights=made.weights, weights_partial=made.partial)
+        trainer.settings = replace(trainer.settings, weights=made.weights, weights_partial=made.partial)
         return job, trainer, train, test
     trainer.model, depth = model_of(job, limit, train, test, reporter)
-    return dataclasses.replace(job, depth=depth), trainer, train, test
+    return replace(job, depth=depth), trainer, train, test
 
 
 def saved_plan(job: Job) -> Plan | None:
@@ -174,7 +173,7 @@ def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter
     """Returns the model, and its depth if that follows from `limit` bytes. Raises OptionError or ModelError."""
     classes = _outputs(job, train, test)
     if job.model.partition(":")[0] in libraries.LIBRARIES:
-        return _library_model(dataclasses.replace(job, weights=None), train, test, whole=True).model, None
+        return _library_model(replace(job, weights=None), train, test, whole=True).model, None
     _refuse_misplaced(job)
     if job.model in ("lenet", "psnet"):
         try:

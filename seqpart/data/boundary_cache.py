@@ -70,7 +70,6 @@ class Boundaries:
         return place in self._rows or (place[1] == 0 and place[0] in self.passing)
 
     def entering(self, split: str, partition: int) -> "Rows | Passing":
-        """Returns the rows that a partition reads."""
         return self.passing[split] if partition == 0 and split in self.passing else self.rows(split, partition)
 
     def rows(self, split: str, partition: int) -> Rows:

@@ -17,7 +17,7 @@ from seqpart.data.padding import ITEM, Padding, Sizes, padded, padded_source, si
 from seqpart.data.source import Job, Part, Source, SourceReader, generators_kept, kept_type
 from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_pair, as_split, is_pair, split_of, spread, targets_of
 from seqpart.data.test_sets import are_named
-from seqpart.errors import DataError, OptionError
+from seqpart.errors import DataError, OptionError, refusing
 from seqpart.fields import values_of
 
 C = TypeVar("C", bound=Config)
@@ -193,10 +193,8 @@ def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
     sampled = 0 if sampler is None else rows
     if sampler is not None and not rows:
         raise DataError(f"{name} data: the set is empty: the DataLoader's sampler has len() 0. Give at least one row.")
-    if loader.drop_last and not (streams and not count):
-        rows = _in_whole_batches(rows, batch, name)
-    if streams and not count and loader.drop_last:
-        rows = _FLOOR
+    if loader.drop_last:
+        rows = _FLOOR if streams and not count else _in_whole_batches(rows, batch, name)
     generator = loader.generator
     return Source(
         items=items, name=name, count=count, rows=rows, streams=streams, batch=batch, shuffles=shuffles, sampler=sampler,
@@ -334,7 +332,7 @@ def counted(source: Source, most: int | None = None) -> Source:
             raise DataError(f"{source.name} data: the set is empty. Give at least one row.")
         return source
     count, last_written = 0, time.monotonic()
-    try:
+    with refusing(lambda error: DataError(f"{source.name} data: cannot be read: {type(error).__name__}: {error}.")):
         for count, _ in enumerate(source.items, 1):
             if most is not None and count > min(most, LOOKED_AT):
                 return replace(source, count=most, rows=most, goes_on=True)
@@ -342,8 +340,6 @@ def counted(source: Source, most: int | None = None) -> Source:
                 cure = ". Give max_steps where it has no end" if source.name == "training" else ", all of which are needed"
                 sys.stderr.write(f"{source.name} data: still counting, {count:,} rows{cure}\n")
                 last_written = time.monotonic()
-    except Exception as error:
-        raise DataError(f"{source.name} data: cannot be read: {type(error).__name__}: {error}.") from error
     rows = _in_whole_batches(count, source.batch, source.name) if count and source.rows == _FLOOR else count
     return counted(replace(source, count=count, rows=rows)) if count else counted(replace(source, streams=False))
 

@@ -69,7 +69,6 @@ def _places(lengths: Sequence[int], length: int) -> list[tuple[int, int]]:
 
 
 def _tokens(number: int, row: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens and labels of a row, checked."""
     named = row if isinstance(row, Mapping) else {"input_ids": row}
     if "input_ids" not in named:
         raise DataError(f"packed: row {number}: expected input_ids; found {', '.join(map(str, named)) or 'an empty dict'}.")

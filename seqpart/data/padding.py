@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from seqpart.capture.inputs import as_tensor, is_several
-from seqpart.data.changed import ChangedItems, ChangedStream
-from seqpart.data.source import Source
+from seqpart.data.source import ChangedItems, ChangedStream, Source
 from seqpart.data.splits import Split, is_pair
 from seqpart.errors import DataError, OptionError
 from seqpart.text import short

@@ -285,5 +285,4 @@ def open_reader(
 
 
 def _as_rows(flat: torch.Tensor, layout: RowLayout, rows: int) -> torch.Tensor:
-    """Returns the first `rows` rows in `flat` as (rows, *shape)."""
     return flat[: rows * layout.nbytes].view(layout.dtype).view(rows, *layout.shape)

@@ -36,12 +36,12 @@ class Reading:
         kept = {split.kept for split in (train, test)}
         # One type for both splits; and for a device behind a link the plan has no room for rows in two types.
         dtype = train.kept if len(kept) == 1 and train.kept is not None and device.shares_memory else train.dtype
-        self._parts = [Part(s.source, s, dtype) for s in (train, test) if isinstance(s.source, Source)]
+        self.parts = [Part(s.source, s, dtype) for s in (train, test) if isinstance(s.source, Source)]
         self._row = RowLayout(train.shape, dtype, None if dtype == train.dtype else train.dtype)
         self._work, self._asked = 0, 0
         self.first_row = cache(partial(_first_row, train))
-        if self._parts:
-            source = self._parts[0].source
+        if self.parts:
+            source = self.parts[0].source
             self._asked = source.workers if workers is None else workers
             if self._asked > 1 and source.streams:
                 self._asked = 1
@@ -54,27 +54,27 @@ class Reading:
 
         Starts as many as fit in `limit` bytes beside the least that a plan needs, if the device shares the host's memory.
         """
-        if not self._parts:
+        if not self.parts:
             return
-        source = self._parts[0].source
+        source = self.parts[0].source
         piece = min(PIECE_ROWS, PIECE_BYTES // self._row.nbytes + 1)
         probe = max(_PROBE, piece if source.collate is None else source.batch)
         with generators_kept():
-            self._work = probed(self._parts[0], probe)[1]
+            self._work = probed(self.parts[0], probe)[1]
         for number in range(self._asked):
             another = read_process().held + self._work + probe * self._row.nbytes
             if device.shares_memory and held_by_tree(os.getpid()) + another + WARM_UP_BYTES > limit - margin_of(limit):
                 self._say_fewer()
                 break
-            self.workers.append(Worker(self._parts, number, probe, self.workers))
+            self.workers.append(Worker(self.parts, number, probe, self.workers))
             self._work = max(self._work, self.workers[-1].work)
 
     @property
     def layout(self) -> RowLayout:
-        if not self._parts:
+        if not self.parts:
             return self._row
-        unit = max(one.source.batch if one.source.collate is not None else 0 for one in self._parts)
-        part, source = self._parts[0], self._parts[0].source
+        unit = max(one.source.batch if one.source.collate is not None else 0 for one in self.parts)
+        part, source = self.parts[0], self.parts[0].source
         number = _NUMBER if source.sampler is None else _NUMBER + _OF_SAMPLER
         return PassingLayout(
             self._row.shape, self._row.dtype, self._row.becomes, unit=unit, label_row=part.label_nbytes, work=self._work,
@@ -103,12 +103,9 @@ class Reading:
 
     def rows(self, split: str, device: Device) -> "PassingRows | None":
         """Returns the replacement for the rows of a split; None if they are kept."""
-        if not self._parts:
+        if not self.parts:
             return None
         return PassingRows(self, SPLITS.index(split), self.layout, device)
-
-    def part(self, number: int) -> Part:
-        return self._parts[number]
 
     @property
     def held(self) -> int:
@@ -155,7 +152,7 @@ class PassingReader(BatchReader):
 
     def __init__(self, rows: PassingRows, phase: Phase, *, seed: int, first_update: int) -> None:
         self._phase, self._rows, self._device, self._skips = phase, rows, rows.device, phase.within.skips
-        self._part = rows.reading.part(rows.number)
+        self._part = rows.reading.parts[rows.number]
         self._workers, self._asked = list(rows.reading.workers), 0
         training = phase.kind is PhaseKind.TRAIN
         epoch = phase.epoch if training else -phase.view

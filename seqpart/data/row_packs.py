@@ -172,7 +172,6 @@ class PackWriter:
         return count * pack.layout.nbytes
 
     def _joined(self, columns: Sequence[Column], found: Pack, count: int) -> torch.Tensor:
-        """Returns the columns as (count, bytes) of uint8."""
         rows = torch.empty(count, _nbytes(columns), dtype=torch.uint8)
         for column in columns:
             part = found[column.number].detach().to(column.dtype).reshape(count, prod(column.shape))

@@ -1,6 +1,7 @@
 """One data set of the user with its loader's options, and how its rows are read: item by item, or in batches of a
 collate_fn."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from seqpart.capture.inputs import PADS, as_tensor, described, is_several, refuse_text
 from seqpart.data.reader import Ints
@@ -70,6 +72,30 @@ PIECE_BYTES, PIECE_ROWS = 1 << 20, 64
 """Bytes and rows of items that are stacked at a time, whichever is reached first."""
 _KEPT = (torch.uint8, torch.int8, torch.int16, torch.bool)
 """Types smaller than float32 in which rows are transferred unconverted."""
+
+
+class ChangedItems:
+    """The user's data set with each item changed as it is read: `change(item, its number)`."""
+
+    def __init__(self, items: Any, change: Callable[[Any, int], Any]) -> None:
+        self._items, self._change = items, change
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._change(self._items[index], index)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns the data set's own attribute: `targets`, `set_epoch` and any other."""
+        if name.startswith("_"):  # an object that is being copied has no _items yet
+            raise AttributeError(name)
+        return getattr(self._items, name)
+
+
+class ChangedStream(ChangedItems, IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._change, self._items, itertools.count())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -290,7 +316,6 @@ class Part(SourceReader):
 
     @property
     def label_nbytes(self) -> int:
-        """Bytes of one row's labels."""
         return int(np.prod(self._label_shape)) * self._label_dtype.itemsize
 
     def empty(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -142,12 +142,10 @@ class UnstableRows(DataError):
 
 
 class RowSource(Protocol):
-    """A source of rows that are read again in every epoch."""
+    """A source of rows that are read again in every epoch; `rows`: how many an epoch has."""
 
     @property
-    def rows(self) -> int:
-        """Number of rows in an epoch."""
-        ...
+    def rows(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -183,7 +181,6 @@ class Split:
 
     @property
     def epoch_rows(self) -> int:
-        """Rows of an epoch of training."""
         return self.count if self.source is None else self.source.rows
 
     @property

@@ -46,12 +46,11 @@ def together(data: object, read: Callable[[Any], Split], name: str, *, keeps: bo
             if form(split) != form(first):
                 raise DataError(f"{name} sets: expected {what} of one form; found {form(first)}, and {form(split)} in {own!r}.")
     labels = torch.cat([split.labels for split in found.values()])
-    one = replace(first, name=name, count=sum(split.count for split in found.values()), labels=labels, some=None)
     one = replace(
-        one,
+        first, name=name, count=sum(split.count for split in found.values()), labels=labels, some=None,
         sets=tuple((own, split.count) for own, split in found.items()),
         open=lambda: chain.from_iterable(split.open() for split in found.values()),
-    )
+    )  # fmt: skip
     sources = [split.source for split in found.values()]
     if all(source is None for source in sources) or (keeps and not _are_alike(sources)):
         return replace(one, source=None)

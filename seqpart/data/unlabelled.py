@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from seqpart.capture.inputs import is_several
-from seqpart.data.changed import ChangedItems, ChangedStream
-from seqpart.data.source import generators_kept
+from seqpart.data.source import ChangedItems, ChangedStream, generators_kept
 from seqpart.data.splits import Split, is_pair
 from seqpart.data.test_sets import are_named
 

@@ -14,8 +14,6 @@ _PROCESS = Path("/proc/self")
 
 
 class _Names(NamedTuple):
-    """The files of a memory cgroup."""
-
     limits: tuple[str, ...]
     used: str
     cache: str

@@ -303,7 +303,6 @@ def describe_versions() -> dict[str, str]:
 
 
 def version_of(package: str) -> str:
-    """Returns the version of an installed package."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -30,6 +30,11 @@ def aligned(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(whole, dtype=torch.uint8)[: round_up(nbytes)]
 
 
+def lies_dense(tensor: torch.Tensor) -> bool:
+    """True if the elements fill a piece of memory without gaps or overlap, in any order."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
 def bytes_of(flat: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU uint8 tensor, writable, not copied."""
     for watcher in _watchers:

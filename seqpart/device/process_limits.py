@@ -28,8 +28,7 @@ def limited_sizes() -> list[str]:
 
 def room() -> int:
     """Bytes that ulimit -v and ulimit -d let this process hold, what it holds now among them; 1 << 62 without these."""
-    text = status_of()
-    return min(1 << 62, room_left() + held(text))
+    return min(1 << 62, room_left() + held(status_of()))
 
 
 def room_left() -> int:
@@ -39,7 +38,6 @@ def room_left() -> int:
 
 
 def status_of(pid: int | str = "self") -> bytes:
-    """The kernel's status of a process."""
     with open(f"/proc/{pid}/status", "rb") as status:
         return status.read()
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from seqpart.device.device import Device
+from seqpart.device.pages import lies_dense
 from seqpart.errors import OptionError, OtherRank, SeqpartError, first_line
 
 T = TypeVar("T")
@@ -86,8 +87,6 @@ class Ranks:
 
 
 class Group(Ranks):
-    """The ranks of torchrun."""
-
     def __init__(self, device: Device, environment: Mapping[str, str]) -> None:
         self.number, self.count = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
         self._device, self._to_broadcast = device, False
@@ -189,7 +188,7 @@ class Group(Ranks):
     def give(self, weights: Sequence[torch.Tensor], owner: int) -> int:
         alike: dict[torch.dtype, list[torch.Tensor]] = {}
         for weight in weights:
-            alike.setdefault(weight.dtype, []).append(_in_a_row(weight) if _is_dense(weight) else weight)
+            alike.setdefault(weight.dtype, []).append(_in_a_row(weight) if lies_dense(weight) else weight)
         with self._others_heard(), torch.no_grad():
             for pieces in (chunk for own in alike.values() for chunk in _chunks(own, 1, self.chunk)):
                 flat = self._in_one(pieces, sum(piece.numel() for piece in pieces), place=0)
@@ -292,13 +291,8 @@ _AS_THE_WEIGHT, _OTHERWISE = 1, 2
 def _kind_of(parameter: torch.nn.Parameter) -> int:
     if parameter.grad is None:
         return 0
-    alike = parameter.grad.stride() == parameter.stride() and _is_dense(parameter)
+    alike = parameter.grad.stride() == parameter.stride() and lies_dense(parameter)
     return _AS_THE_WEIGHT if alike else _OTHERWISE
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if it lies in memory without gaps, in whatever order."""
-    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
 
 
 def _in_a_row(gradient: torch.Tensor) -> torch.Tensor:

@@ -32,11 +32,6 @@ def whole_network(work: Workload, *, streamed: bool) -> Phase:
     )  # fmt: skip
 
 
-def exact_phases(work: Workload, *, streamed: bool) -> Phases:
-    """Returns all epochs, then the test rows."""
-    return trained(work, whole_network(work, streamed=streamed), test_phases(work, stays=not streamed))
-
-
 def trained(work: Workload, train: Phase, following: tuple[Phase, ...]) -> Phases:
     """Returns all updates of `train`, with the phases of `following` at every evaluation and after the last update."""
     first = work.partitions[0]
@@ -58,13 +53,16 @@ def recovery_phases(work: Workload) -> tuple[Epochs, ...]:
     return (Epochs(train=train, epochs=recovery.epochs, following=tests, every=work.tests.epochs),)
 
 
-class Streamed(Method):
+class _Exact(Method):
+    def phases(self, work: Workload) -> Phases:
+        """Returns all epochs, then the test rows."""
+        return trained(work, whole_network(work, streamed=not self.stays), test_phases(work, stays=self.stays))
+
+
+class Streamed(_Exact):
     """Loads one partition at a time, and runs all micro-batches of an update through it before the next."""
 
     name = "streamed"
-
-    def phases(self, work: Workload) -> Phases:
-        return exact_phases(work, streamed=True)
 
 
 class Evaluation(Streamed):
@@ -74,13 +72,10 @@ class Evaluation(Streamed):
         return Phases([Epochs(train=whole_network(work, streamed=True), epochs=0, following=test_phases(work))])
 
 
-class Checkpointed(Method):
+class Checkpointed(_Exact):
     """Keeps all partitions on the device and activations only at the cuts, and recomputes the others."""
 
     name, stays = "checkpointed", True
-
-    def phases(self, work: Workload) -> Phases:
-        return exact_phases(work, streamed=False)
 
 
 class Full(Checkpointed):

@@ -59,7 +59,6 @@ def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def stays(module: nn.Module) -> bool:
-    """True if the module stays in evaluation mode."""
     own: Any = vars(module).get("train")
     return getattr(own, "__func__", None) is _stay
 
@@ -249,7 +248,6 @@ def is_listened_to(module: nn.Module) -> bool:
 
 
 def has_hooks(parameter: torch.Tensor | None) -> bool:
-    """True if the parameter has hooks on its gradient."""
     return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 

@@ -26,8 +26,8 @@ from seqpart.interrupts import undivided
 from seqpart.model.blocks import Block
 from seqpart.model.in_file import is_in_file, let_pages_go
 from seqpart.model.inspection import has_hooks
-from seqpart.model.tensors import away, mark_away, mark_back, tensors_of
-from seqpart.store.direct import REQUEST, explained
+from seqpart.model.tensors import away, mark_away, mark_back, range_of, tensors_of
+from seqpart.store.direct import REQUEST, explaining
 
 _ALIGNED = 64
 """Alignment in bytes of a piece in its storage: a multiple of every element's size."""
@@ -269,22 +269,19 @@ class LiveModules:
             return
         self._meta.take()
         self._taken, self._pieces = self._found()
-        try:
-            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
-                offset = 0
-                for piece in (one for one in self._pieces if not one.in_file):
-                    piece.offset = offset
-                    self._write(file.fileno(), piece)
-                    offset += round_up(piece.nbytes)
-                with undivided():
-                    self._file = os.dup(file.fileno())
-                    for tensors in self._taken.values():
-                        for taken in tensors.values():
-                            taken.empty()
-                            self._emptied.append(taken.tensor)
-                            _away[taken.tensor] = True
-        except OSError as error:
-            raise explained(error, self._folder) from None
+        with explaining(self._folder), tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
+            offset = 0
+            for piece in (one for one in self._pieces if not one.in_file):
+                piece.offset = offset
+                self._write(file.fileno(), piece)
+                offset += round_up(piece.nbytes)
+            with undivided():
+                self._file = os.dup(file.fileno())
+                for tensors in self._taken.values():
+                    for taken in tensors.values():
+                        taken.empty()
+                        self._emptied.append(taken.tensor)
+                        _away[taken.tensor] = True
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
@@ -394,22 +391,19 @@ class LiveModules:
 
     def _read(self, offset: int, flat: torch.Tensor) -> None:
         done, memory = 0, bytes_of(flat)
-        try:
+        with explaining(self._folder):
             while done < len(memory):
                 got = os.preadv(self._file, [memory[done : done + REQUEST]], offset + done)
                 if not got:
                     raise CorruptFile(f"a file of this run in {self._folder} was cut off: the disk, or another program.")
                 done += got
-        except OSError as error:
-            raise explained(error, self._folder) from None
 
 
 def _taken(tensor: torch.Tensor, pieces: dict[int, _Piece], places: list[tuple[nn.Module, str]]) -> _Taken:
     storage = tensor.untyped_storage()
-    start = int(tensor.storage_offset()) * tensor.itemsize
     empty = bool(tensor.numel()) and not storage.nbytes()
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = start + (steps + 1) * tensor.itemsize if tensor.numel() and not empty else start
+    start, end = range_of(tensor)
+    end = end if tensor.numel() and not empty else start
     first = start // _ALIGNED * _ALIGNED
     piece = pieces.setdefault(storage._cdata, _Piece(weakref.ref(storage), tensor.device, first, end, is_in_file(tensor)))
     piece.first, piece.last = min(piece.first, first), max(piece.last, end)

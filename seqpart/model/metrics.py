@@ -103,7 +103,6 @@ class Metrics:
 
     @classmethod
     def of(cls, found: Tally) -> "Metrics":
-        """Restores metrics exactly."""
         weight = found.rows if found.weight is None else found.weight
         return cls(found.loss, found.correct, found.judged, found.rows, weight, found.parts)
 
@@ -220,7 +219,6 @@ class MetricSinks:
         return found
 
     def of_set(self, name: str) -> Metrics:
-        """Returns the sums of a test set."""
         return self._of_sets.setdefault(name, Metrics())
 
     def judged(

@@ -49,14 +49,14 @@ def named_build(name: str, *, lr: float, weight_decay: float, momentum: float, n
     Raises OptionError if its library is not installed.
     """
     if name == "muon":
-        return _muon(lr, weight_decay, no_decay)
+        return partial(_muon, lr=lr, weight_decay=weight_decay, no_decay=no_decay)
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     if name in OF_TORCH:
         of_torch, fixed = OF_TORCH[name]
         options |= fixed | ({"momentum": momentum} if name == "sgd" else {})
         kind = partial(_apart_if_complex, of_torch) if "fused" in fixed else of_torch
     else:
-        kind = _schedule_free() if name == "schedulefree" else _of_bitsandbytes(name)
+        kind = _schedule_free if name == "schedulefree" else partial(_of_bitsandbytes, name)
     if not (no_decay and weight_decay):
         return lambda parameters: kind(parameters, **options)
     return lambda named_parameters: kind(_groups(named_parameters, no_decay), **options)
@@ -95,65 +95,52 @@ def _groups(named: Iterable[tuple[str, nn.Parameter]], no_decay: str) -> list[di
     return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
 
 
-def _muon(lr: float, weight_decay: float, no_decay: str) -> Callable[[Given], list[torch.optim.Optimizer]]:
+def _muon(
+    named_parameters: list[tuple[str, nn.Parameter]], *, lr: float, weight_decay: float, no_decay: str
+) -> list[torch.optim.Optimizer]:
     """Muon for hidden matrices and AdamW for all others, with one learning rate: Muon's steps are scaled to the size of AdamW's
     (https://arxiv.org/abs/2502.16982, section 2.2)."""
-
-    def muon(named_parameters: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
-        parts: list[list[tuple[str, nn.Parameter]]] = [[], []]
-        for name, parameter in named_parameters:
-            hidden = parameter.ndim == 2 and not any(fnmatchcase(name.lower(), pattern) for pattern in _NOT_HIDDEN)
-            parts[hidden].append((name, parameter))
-        others, hidden_ones = (_groups(part, no_decay) for part in parts)
-        return [
-            torch.optim.Muon(hidden_ones, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, fused=True),
-        ]
-
-    return muon
+    parts: list[list[tuple[str, nn.Parameter]]] = [[], []]
+    for name, parameter in named_parameters:
+        hidden = parameter.ndim == 2 and not any(fnmatchcase(name.lower(), pattern) for pattern in _NOT_HIDDEN)
+        parts[hidden].append((name, parameter))
+    others, hidden_ones = (_groups(part, no_decay) for part in parts)
+    return [
+        torch.optim.Muon(hidden_ones, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, fused=True),
+    ]
 
 
-def _schedule_free() -> Callable[..., torch.optim.Optimizer]:
+def _schedule_free(parameters: Sequence[Any], **options: Any) -> torch.optim.Optimizer:
     try:
         from schedulefree import AdamWScheduleFree
     except ImportError:
         raise _missing("schedulefree", "schedulefree") from None
-
-    def build(parameters: Sequence[Any], **options: Any) -> torch.optim.Optimizer:
-        optimizer: Any = AdamWScheduleFree(parameters, **options, foreach=False)
-        optimizer.train()
-        found: torch.optim.Optimizer = optimizer
-        return found
-
-    return build
+    optimizer: torch.optim.Optimizer = AdamWScheduleFree(parameters, **options, foreach=False)
+    optimizer.train()  # type: ignore[attr-defined]
+    return optimizer
 
 
 def _missing(name: str, library: str) -> OptionError:
     return OptionError(f"--optimizer {name} is of {library}, which is not installed: pip install 'seqpart[lowbit]'.")
 
 
-def _of_bitsandbytes(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """Returns a function that builds bitsandbytes' optimizer on a GPU, and one with the same state on a CPU."""
+def _of_bitsandbytes(name: str, parameters: Sequence[Any], **options: Any) -> torch.optim.Optimizer:
+    """Builds bitsandbytes' optimizer on a GPU, and one with the same state on a CPU."""
     kind, moments, is_in_8_bits = OF_BITSANDBYTES[name]
-
-    def build(parameters: Sequence[Any], **options: Any) -> torch.optim.Optimizer:
-        built = InBlocks(parameters, moments=moments, is_in_8_bits=is_in_8_bits, **options)
-        given = [parameter for group in built.param_groups for parameter in group["params"]]
-        if not any(parameter.is_cuda for parameter in given):
-            return built
-        try:
-            import bitsandbytes.optim
-        except ImportError:
-            raise _missing(name, "bitsandbytes") from None
-        if not all(parameter.is_contiguous() for parameter in given):  # it would move them out of their memory
-            raise OptionError(
-                f"--optimizer {name} on a GPU needs parameters that lie row by row: no channels_last. Take another."
-            )
-        found: torch.optim.Optimizer = getattr(bitsandbytes.optim, kind)(parameters, **options)
-        found.initialized = True  # type: ignore[attr-defined]  # as if the first step were made
-        return found
-
-    return build
+    built = InBlocks(parameters, moments=moments, is_in_8_bits=is_in_8_bits, **options)
+    given = [parameter for group in built.param_groups for parameter in group["params"]]
+    if not any(parameter.is_cuda for parameter in given):
+        return built
+    try:
+        import bitsandbytes.optim
+    except ImportError:
+        raise _missing(name, "bitsandbytes") from None
+    if not all(parameter.is_contiguous() for parameter in given):  # it would move them out of their memory
+        raise OptionError(f"--optimizer {name} on a GPU needs parameters that lie row by row: no channels_last. Take another.")
+    found: torch.optim.Optimizer = getattr(bitsandbytes.optim, kind)(parameters, **options)
+    found.initialized = True  # type: ignore[attr-defined]  # as if the first step were made
+    return found
 
 
 class InBlocks(torch.optim.Optimizer):

@@ -8,9 +8,10 @@ import enum
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -174,11 +175,8 @@ def empty_allowed() -> Iterator[None]:
         given = params if isinstance(params, torch.Tensor) else list(params)
         begin(self, given if len(given) else [{"params": []}], defaults)
 
-    torch.optim.Optimizer.__init__ = begin_empty  # type: ignore[method-assign]
-    try:
+    with patch.object(torch.optim.Optimizer, "__init__", begin_empty):
         yield
-    finally:
-        torch.optim.Optimizer.__init__ = begin  # type: ignore[method-assign]
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -225,7 +223,6 @@ class Knowledge:
                 known.update({key: now for key, now in self._texts(group).items() if now != then.get(key)})
 
     def holder(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        """Returns the innermost optimizer that has the parameter."""
         having = (part for part, places in zip(self._parts, self._places, strict=True) if id(parameter) in places)
         return [self._parts[0], *having][-1]
 
@@ -337,7 +334,7 @@ class AtHome:
 
     def __init__(self, optimizer: torch.optim.Optimizer, classes: Classes, *, learns: bool = False) -> None:
         self.optimizer = optimizer
-        self._knowledge, self._classes = Knowledge(optimizer, classes, learns=learns), classes
+        self.knowledge, self._classes = Knowledge(optimizer, classes, learns=learns), classes
         self._homes: list[tuple[nn.Parameter, str, Mapping[str, torch.Tensor], torch.Tensor | None]] = []
         self._waiting: list[tuple[nn.Parameter, Mapping[str, torch.Tensor], torch.Tensor]] = []
         self._steps = 0
@@ -352,34 +349,30 @@ class AtHome:
         if text is not None:
             self._waiting.append((parameter, own, text))
         else:
-            self._knowledge.holder(parameter).state[parameter] = dict(own)
+            self.knowledge.holder(parameter).state[parameter] = dict(own)
 
     def restore(self) -> None:
         """Reads the texts. A parameter with none yet has the state that it was built with: its first step makes the rest."""
         found = [(parameter, views, bytes(text.cpu().numpy()).rstrip(b"\0")) for parameter, views, text in self._waiting]
         for parameter, views, text in found:
             if not text and any(bool(view.count_nonzero()) for view in views.values()):  # 0.2.0 kept tensors alone
-                self._knowledge.holder(parameter).state[parameter] = dict(views)
+                self.knowledge.holder(parameter).state[parameter] = dict(views)
         known = [(*json.loads(text), parameter, views) for parameter, views, text in found if text]
         for steps, each, parameter, views in sorted(known, key=lambda one: one[0]):
-            self._knowledge.learn(parameter, each, views)
+            self.knowledge.learn(parameter, each, views)
             self._steps = steps
         self._waiting = []
-
-    def tuned(self) -> AbstractContextManager[None]:
-        """A context in which a schedule sets options of the optimizer's groups."""
-        return self._knowledge.tuned()
 
     def settle(self) -> None:
         """After each step: copies what the optimizer has made anew into its views. Raises NoHomeError for what has none."""
         self._steps += 1
         for parameter, label, views, text in self._homes:
-            state = self._knowledge.holder(parameter).state.get(parameter, {})
+            state = self.knowledge.holder(parameter).state.get(parameter, {})
             if text is None and state.keys() == views.keys() and all(value is views[name] for name, value in state.items()):
                 continue
             moved: list[tuple[torch.Tensor, torch.Tensor]] = []
             try:
-                found = self._knowledge.state(parameter, partial(_kept, views, moved))
+                found = self.knowledge.state(parameter, partial(_kept, views, moved))
             except NoHomeError as error:
                 raise NoHomeError(f"its state of {label}: {error}") from None
             if text is None and [one[1:] for one in found if one] != [[[name, ["t", name]] for name in state]]:
@@ -389,17 +382,17 @@ class AtHome:
                 values = [one.clone() if one.untyped_storage().data_ptr() in owned else one for _, one in moved]
                 for (view, _), value in zip(moved, values, strict=True):
                     view.copy_(value)
-                self._knowledge.lay([parameter], [found], views)
+                self.knowledge.lay([parameter], [found], views)
 
     def write(self) -> None:
         """Writes the texts, before the views are saved. Raises NoHomeError for what has none."""
         if all(text is None for *_, text in self._homes):
             return
-        common = self._knowledge.common()
+        common = self.knowledge.common()
         for parameter, label, views, text in self._homes:
             if text is None:
                 continue
-            found = self._steps, self._knowledge.of(parameter, common, partial(_kept, views, []))
+            found = self._steps, self.knowledge.of(parameter, common, partial(_kept, views, []))
             line = json.dumps(found, separators=(",", ":")).encode()
             if len(line) > len(text):
                 raise NoHomeError(f"its state of {label} beside tensors has grown to {len(line)} bytes, beyond {len(text)}")

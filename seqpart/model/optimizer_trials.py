@@ -69,7 +69,7 @@ class Found:
     groups: dict[str, str] = field(default_factory=dict)
     """{name of a parameter: its group}, for a function that knows names."""
     counts: bool = False
-    """True if it keeps something in its groups or itself."""
+    """True if it counts, or keeps anything else, in its groups or itself, and not with each parameter."""
     joint: bool = False
     """True if a step depends on all parameters together."""
     temporaries: dict[bool, Temporaries] = field(default_factory=dict)
@@ -191,8 +191,6 @@ def _without_numbers() -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Trial steps of one optimizer."""
-
     name: str
     build: BuildNamed
     classes: Classes

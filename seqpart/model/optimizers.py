@@ -19,7 +19,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from seqpart.device.compiler import take_step, without_compiler
-from seqpart.errors import CorruptFile, OptionError
+from seqpart.errors import CorruptFile, OptionError, refusing
 from seqpart.model.named_optimizers import NAMES, OF_BITSANDBYTES, OF_TORCH, ROOM_IN_8_BITS, SLICE, is_spared, named_build
 from seqpart.model.optimizer_state import TEXT, AtHome, NoHomeError, Several, empty_allowed, parts_of
 from seqpart.model.optimizer_trials import (
@@ -135,16 +135,6 @@ class Optimizer:
         return not any(self.found.states.values())
 
     @property
-    def joint(self) -> bool:
-        """True if a step depends on all parameters together, on those that it was tried on."""
-        return self.found.joint
-
-    @property
-    def counts(self) -> bool:
-        """True if it counts, or keeps anything else, in its groups or itself, and not with each parameter."""
-        return self.found.counts
-
-    @property
     def begins_itself(self) -> bool:
         """True if its first step makes its state in new memory; else it begins as zeros, in its home."""
         return any(spec.name == TEXT for state in self.found.states.values() for spec in state)
@@ -191,16 +181,12 @@ class Optimizer:
             if any(one is parameter for one in group["params"])
         ]
 
-    def adopt(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> "Adopted":
-        """Takes an optimizer that was just built, whose state is to lie in memory of somebody else's. names: {id of a
-        parameter: its name in the model}, needed for a scheduler's options."""
-        return Adopted(self, optimizer, names or {})
-
 
 class Adopted:
-    """An optimizer whose state lies in memory that keeps its owner."""
+    """An optimizer that was just built, whose state lies in memory that keeps its owner. names: {id of a parameter: its name in
+    the model}, needed for a scheduler's options."""
 
-    def __init__(self, choice: Optimizer, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    def __init__(self, choice: Optimizer, optimizer: torch.optim.Optimizer, names: Mapping[int, str] = {}) -> None:
         self.optimizer, self._choice, self._names = optimizer, choice, names
         self._state, self._rate = AtHome(optimizer, choice.found.classes), 1.0
         self._averaging: list[_Averaging] = []
@@ -234,7 +220,7 @@ class Adopted:
     def tune(self, rate: float | Groups) -> None:
         """Sets the learning rate of the next step, see `seqpart.model.scheduler.tune`."""
         if isinstance(rate, Groups) or rate != self._rate:
-            with self._state.tuned():
+            with self._state.knowledge.tuned():
                 tune(self.optimizer, rate, self._names)
             self._rate = rate if isinstance(rate, float) else 1.0
 
@@ -358,7 +344,7 @@ def refuse_joint(optimizer: Optimizer, methods: Sequence[object], *, late: bool 
 
     late: true for one that counts updates in its groups, where parameters begin to learn during the run.
     """
-    if not methods and late and not optimizer.joint:
+    if not methods and late and not optimizer.found.joint:
         raise OptionError(
             f"--unfreeze: optimizer {optimizer.name} counts updates in its groups. Each partition has one of its own, which "
             "would count from another update on. Give --method full, --freeze alone, or an optimizer that counts with each "
@@ -382,7 +368,7 @@ def refuse_unrounded(optimizer: Optimizer, parameters: Iterable[TensorSpec]) -> 
         raise OptionError(
             f"{option} is for weights in bfloat16; found {found}. Convert the model, model.to(torch.bfloat16), or leave it out."
         )
-    if optimizer.joint or optimizer.counts:
+    if optimizer.found.joint or optimizer.found.counts:
         raise OptionError(
             f"{option} makes the step of each weight by itself, and optimizer {optimizer.name} counts updates in its groups or "
             "looks at several weights together. Take adam, adamw or sgd."
@@ -434,13 +420,9 @@ def describe(name: str, build: Build, *, is_known: bool = False, example: str = 
 @contextmanager
 def tried(name: str) -> Iterator[None]:
     """A context for trial steps of an optimizer: errors become OptionError, and torch's random state is restored."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    except OptionError:
-        raise
-    except Exception as error:
-        raise OptionError(f"optimizer {name}: a trial step failed: {type(error).__name__}: {error}") from error
+    failed = f"optimizer {name}: a trial step failed"
+    with refusing(lambda error: OptionError(f"{failed}: {type(error).__name__}: {error}")), torch.random.fork_rng(devices=[]):
+        yield
 
 
 def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimizer:
@@ -461,7 +443,6 @@ def scheduled(schedule: str | SchedulerFactory, optimizer: Optimizer) -> Optimiz
 
 
 def _state_tensors(optimizer: Optimizer) -> int:
-    """Number of state tensors of a matrix."""
     return len(optimizer.state_layout({optimizer.example: spec_of("", _example())}).specs)
 
 
@@ -527,8 +508,6 @@ def _described(choice: Optimizer) -> Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class GradientNorm:
-    """The norm of one gradient."""
-
     norm: torch.Tensor
     dtype: torch.dtype
     """Type of the gradient; the norm of a complex one is real."""

@@ -28,7 +28,6 @@ def tiers_of(tiers: Iterable[str]) -> Tiers:
 
 
 def tier_at(tiers: Tiers, p: int) -> str:
-    """Tier of the boundary of partition p."""
     return tiers[p] if tiers else DEVICE
 
 

@@ -111,7 +111,6 @@ class _Product4bit(torch.autograd.Function):
 
 
 def _dequantized(weight: torch.Tensor, scales: Any, how: Format, dtype: torch.dtype) -> torch.Tensor:
-    """Unpacks the weight to (out, in)."""
     absmax, *nested = scales
     if nested:
         blocks, code, offset = nested
@@ -172,7 +171,6 @@ def _padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor's memory as a plain torch.Tensor."""
     return tensor.detach().as_subclass(torch.Tensor)
 
 
@@ -254,6 +252,9 @@ def _places(layer: Any) -> list[_Place]:
     return [*places, (state, "absmax", "absmax"), *nested]
 
 
+_NOT_YET = 'it is not quantized yet. Move the model once, for example model.to("cpu"): that quantizes it'
+
+
 def _why_not(layer: Any, device: str) -> str:
     """Why the layer cannot be part of a model that is trained, in words; "" where it can."""
     if is_listened_to(layer):
@@ -269,7 +270,7 @@ def _why_not(layer: Any, device: str) -> str:
         )
     state = getattr(layer.weight, "quant_state", None)
     if state is None:
-        return 'it is not quantized yet. Move the model once, for example model.to("cpu"): that quantizes it'
+        return _NOT_YET
     if getattr(state, "packing_format_for_cpu", False):
         return (
             "it was run on this CPU in evaluation mode, for which the library packs weights again and rounds their scales: "
@@ -288,7 +289,7 @@ def _why_not_8_bits(layer: Any, device: str) -> str:
     if type(layer.weight).__name__ != "Int8Params" or layer.state.has_fp16_weights:
         return "its weights are trained in 16 bits. Build it with has_fp16_weights=False, freeze it, and let an adapter learn"
     if layer.weight.dtype is not torch.int8:
-        return 'it is not quantized yet. Move the model once, for example model.to("cpu"): that quantizes it'
+        return _NOT_YET
     if device != "cpu":
         return (
             f"on {device} the library picks columns by the values in them, which no plan can count. Take 4 bits "

@@ -88,7 +88,6 @@ class LossValue(NamedTuple):
 
     @property
     def totals(self) -> dict[str, torch.Tensor]:
-        """`total` of each part."""
         return {name: self._total(part) for name, part in self.parts.items()}
 
     def _total(self, loss: torch.Tensor) -> torch.Tensor:

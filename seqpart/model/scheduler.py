@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from seqpart.device.compiler import without_compiler
-from seqpart.errors import OptionError
+from seqpart.errors import OptionError, refusing
 from seqpart.model.optimizer_trials import BuildNamed
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -109,7 +109,8 @@ class Scheduler:
     def _setting(self, failed: str) -> Iterator[None]:
         """A context for the scheduler's work: notes the options that it sets."""
         before = [dict(group) for group in self._optimizer.param_groups]
-        with _explained(failed), without_compiler():
+        words = f"--lr-schedule: {failed}"
+        with refusing(lambda error: OptionError(f"{words}: {type(error).__name__}: {error}")), without_compiler():
             yield
         for then, group in zip(before, self._optimizer.param_groups, strict=True):
             self._names |= {name for name, value in group.items() if name != "params" and not _same(value, then.get(name))}
@@ -153,15 +154,6 @@ def _step_of(scheduler: Any) -> Callable[[int], object]:
 
 def _same(one: object, other: object) -> bool:
     return one is other if isinstance(one, torch.Tensor) else one == other
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """A context for the user's code: its errors become OptionError."""
-    try:
-        yield
-    except Exception as error:
-        raise OptionError(f"--lr-schedule: {what}: {type(error).__name__}: {error}") from error
 
 
 def note_rates(optimizer: torch.optim.Optimizer) -> None:

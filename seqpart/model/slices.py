@@ -16,7 +16,6 @@ Room = TypeVar("Room")
 
 
 def most_threads() -> int:
-    """Threads that share slices."""
     return min(4, torch.get_num_threads())  # Python's lock lets no more of them work
 
 

@@ -16,9 +16,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from seqpart.device.pages import lies_dense
 from seqpart.errors import ModelError
 from seqpart.model.inspection import listed
-from seqpart.store.layout import ALIGNMENT, Layout, lies_dense, spec_of
+from seqpart.store.layout import ALIGNMENT, Layout, spec_of
 
 _MOST_MARKED = 1 << 26
 """Most elements between the ends of two tensors that are compared one by one."""
@@ -132,7 +133,6 @@ def bring_to_cpu(module: nn.Module) -> None:
 
 
 def buffer_names(module: nn.Module) -> frozenset[str]:
-    """All names of all buffers."""
     return frozenset(name for name, _ in _places(module))
 
 
@@ -256,7 +256,7 @@ def _overlapping(named: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[st
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata or not one.numel() or not other.numel():
         return False
-    (first, end), (other_first, other_end) = _range(one), _range(other)
+    (first, end), (other_first, other_end) = range_of(one), range_of(other)
     start, stop = min(first, other_first), max(end, other_end)
     if max(first, other_first) >= min(end, other_end):
         return False
@@ -268,7 +268,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(marked.as_strided(other.shape, other.stride(), (other_first - start) // size).any())
 
 
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
+def range_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns (first byte, byte after the last) that the tensor uses of its storage."""
     first = int(tensor.storage_offset()) * tensor.itemsize
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

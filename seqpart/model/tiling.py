@@ -126,7 +126,6 @@ class _Unused(torch.autograd.Function):
 
 @functools.cache
 def _tile_class(kind: type) -> type[nn.Module]:
-    """Returns the class of the tiles of a layer of experts."""
     return type(f"{kind.__name__}Tile", (_ExpertsTile, kind), {})
 
 
@@ -170,8 +169,6 @@ def possible_tile(model: object, nbytes: int) -> int:
 
 @dataclass(slots=True)
 class Split:
-    """A parameter and its tiles."""
-
     whole: nn.Parameter
     shape: torch.Size
     stride: tuple[int, ...]
@@ -371,8 +368,6 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
 class ConvolutionTile(nn.Module):
-    """Some kernels of a convolution."""
-
     def __init__(self, layer: nn.Conv2d, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias

@@ -23,7 +23,7 @@ from seqpart.errors import CorruptFile, ModelError, OptionError
 from seqpart.files import opened
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import tensors_of
-from seqpart.store.direct import explained, explaining
+from seqpart.store.direct import explaining
 from seqpart.store.layout import DTYPES, LARGEST_HEADER, Layout, TensorSpec, decode_entries
 
 INDEX = ".safetensors.index.json"
@@ -173,10 +173,9 @@ def _refuse_pickle(path: Path) -> None:
 def _indexed(index: Path) -> tuple[Sequence[Path], Mapping[str, str]]:
     """Returns the files that an index names, which must lie beside it, and {name of a tensor: file}."""
     try:
-        shard_of = json.loads(index.read_bytes())["weight_map"]
+        with explaining(index):
+            shard_of = json.loads(index.read_bytes())["weight_map"]
         names = set(shard_of.values())
-    except OSError as error:
-        raise explained(error, index) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptFile(f"{index} is no index of safetensors files. Use another copy.", index) from None
     if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
@@ -337,7 +336,6 @@ def names_in_base(names: Collection[str]) -> dict[str, str]:
 
 
 def is_adapted(model: object) -> bool:
-    """True for a peft model."""
     return hasattr(model, "peft_config") and hasattr(model, "save_pretrained") and hasattr(model, "active_adapters")
 
 

@@ -333,7 +333,7 @@ def _whys(problem: Problem, best: Prediction) -> tuple[str, ...]:
         for option in options_of(problem, best, offload=bool(problem.machine.graph_tiers))
     }
     left = f"{format_size(max(0, problem.available - best.peak))} are left"
-    graph = partial(_why_graph, tier=problem.machine.host_tier)
+    graph = partial(_why_graph, tier="ram" if problem.machine.host_counts else "pinned")
     return tuple(
         "; ".join(filter(None, (why(best, p, options, left) for why in (_why_there, graph, _why_boundary))))
         for p in range(len(best.candidate.parts))

@@ -199,7 +199,6 @@ class Inputs:
 
     @property
     def request(self) -> PlanRequest:
-        """The request for a plan as the settings say."""
         return PlanRequest(
             methods=self.methods, limit=self.limit, label_bytes=self.limit // 10, saved=self._reuse,
             loss_chunks=self.loss_chunks or 2,
@@ -402,8 +401,8 @@ class Inputs:
                 refuse_unrounded(optimizer, learns.values())
                 if divided_by:
                     refuse_unlike_pieces(optimizer, every, divided_by)
-                late = self.settings.unfreeze is not None and optimizer.counts
-                if (optimizer.joint or late) and self.settings.partitions != 1:
+                late = self.settings.unfreeze is not None and optimizer.found.counts
+                if (optimizer.found.joint or late) and self.settings.partitions != 1:
                     self.methods = tuple(method for method in self.methods if not method.cuts)
                     refuse_joint(optimizer, self.methods, late=late)
             if self._optimizer is not None and (self.settings.ram_limit or not self.device.shares_memory):
@@ -496,7 +495,6 @@ class Inputs:
 
     @property
     def recovery_batch(self) -> int:
-        """Rows of one update in recovery."""
         return min(self.settings.recovery_batch_size or self.largest_batch, self.train.count)
 
     @property
@@ -523,7 +521,6 @@ class Inputs:
         return tuple(self._finished(chosen(name, rate, *shared)) for name, rate in zip(names, rates, strict=True))
 
     def _finished(self, optimizer: Optimizer) -> Optimizer:
-        """`optimizer` with its rounding and its schedule."""
         moments = self.settings.rounded_moments
         return self._scheduled(optimizer if moments is None else rounding(optimizer, moments))
 
@@ -560,7 +557,6 @@ class Inputs:
         )  # fmt: skip
 
     def _in_chunks(self, loss_chunks: int) -> LossFunction:
-        """Returns the loss of the chain's output."""
         head, loss = self.chain.head, self._final_loss
         if head is None:
             return loss

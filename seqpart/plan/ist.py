@@ -24,7 +24,6 @@ from seqpart.plan.simulator import simulate
 from seqpart.profile.partition import Parting, PartitionCost, state_layouts
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases
-from seqpart.settings import Settings
 from seqpart.store.layout import Layout
 from seqpart.units import format_size
 
@@ -58,7 +57,7 @@ def _starts(problem: Problem, first: int, last: int, number: int) -> dict[str, o
     return {"starts": None, "count": None} if number == 0 else {"starts": starts, "count": count}
 
 
-def choose_cuts(problem: Problem, parts: Parts, wording: PlanWording) -> Cuts:
+def choose_cuts(problem: Problem, wording: PlanWording) -> Cuts:
     """Cuts at the largest micro-batch at which the whole can be tested and a subnet trained. Raises DoesNotFit, in words."""
     whole, subnet = piece_of(problem, 0, trained=False), piece_of(problem, 1)
     refusals: list[DoesNotFit] = []
@@ -211,7 +210,7 @@ class SubnetPreparation(Planner):
         asked, refusal = problem, None
         for _ in range(_ATTEMPTS):
             try:
-                cuts = choose_cuts(asked, self.parts, request.wording)
+                cuts = choose_cuts(asked, request.wording)
             except DoesNotFit as error:
                 raise refusal or error from None
             candidate, peak = self._fitting(problem, method, request, self._joint(problem, cuts))
@@ -351,8 +350,3 @@ class SubnetPreparation(Planner):
             full_state=weights + gradients + state, parameters=parameters, frozen=sum(cost.frozen for cost in costs),
             disk_bytes=plan.disk_bytes + moments, update_seconds=0.0,
         )  # fmt: skip
-
-
-def preparation_of(settings: Settings) -> type[Planner]:
-    """The class that plans the method of the settings."""
-    return SubnetPreparation if settings.methods[0].has_subnets else Planner

@@ -115,7 +115,6 @@ class Plan:
 
     @property
     def offloads(self) -> frozenset[int]:
-        """Partitions whose graphs are offloaded."""
         return frozenset(p for p, part in enumerate(self.partitions) if part.graph not in (RECOMPUTED, KEPT))
 
     @property
@@ -207,7 +206,6 @@ class PlanRequest:
     """A request for a plan, beside what was checked and measured. Make another one with `replace`."""
 
     methods: tuple[Method, ...]
-    """Methods to choose from."""
     limit: int
     label_bytes: int
     """Synthetic labels of more bytes are drawn where they are needed; a resumed run keeps the value that it began with, since

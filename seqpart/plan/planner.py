@@ -56,7 +56,6 @@ class ExecutionPlan:
     """A plan, and everything that a run needs to carry it out."""
 
     request: PlanRequest
-    """The request that it answers."""
     plan: Plan
     chain: Chain
     method: Method
@@ -71,7 +70,6 @@ class ExecutionPlan:
     loss: Callable[[int], PartitionLoss | None]
     places: planning.HostPlaces
     """The contents of the host pool beside boundaries."""
-    host_pool_bytes: int
     exchange_bytes: int
     """Bytes of the host pool for boundaries."""
     graph_rooms: planning.GraphRooms
@@ -240,12 +238,12 @@ class Planner(Inputs):
         method, candidate, reasons = self._choose(problem, request)
         block_costs, training = self.costs_at(candidate.micro_batch), self._training(request, candidate)
         recovery = self._recovery(request, problem, candidate)
-        reasons = (*reasons, *self._recovery_reasons(recovery))
-        if self.chain.head is not None:
-            reasons = (*reasons, self.chain.head.note(request.loss_chunks))
-        reasons = (*reasons, *self.chain.notes, *self.reading.notes, *self.trials.notes)
-        whole = self.chain.whole
-        reasons = (*reasons, *stages_in_words(whole, block_costs[: len(whole)], self.late, self.settings.frozen))
+        head, whole = self.chain.head, self.chain.whole
+        reasons = (
+            *reasons, *self._recovery_reasons(recovery), *([] if head is None else [head.note(request.loss_chunks)]),
+            *self.chain.notes, *self.reading.notes, *self.trials.notes,
+            *stages_in_words(whole, block_costs[: len(whole)], self.late, self.settings.frozen),
+        )  # fmt: skip
         optimizers = self._optimizers(candidate)
         costs = self._partition_costs(request, candidate, training, optimizers)
         phases = method.phases(self._workload(candidate, training, recovery))
@@ -260,20 +258,8 @@ class Planner(Inputs):
             planning.graphs_at_once(method, problem.batch_size, candidate.micro_batch),
         )  # fmt: skip
         places = self._host_places(problem, exchange_bytes, rooms, candidate, row_packs)
-        host_pool_bytes = exchange_bytes + places.nbytes
         plan = self._plan(
-            problem,
-            method,
-            candidate,
-            training,
-            costs,
-            phases,
-            reasons,
-            row_packs,
-            host_pool_bytes,
-            places.homes,
-            recovery,
-            request.loss_chunks,
+            problem, method, candidate, training, costs, phases, reasons, row_packs, places, recovery, request.loss_chunks
         )
         ends = [(block_costs[last - 1].output_shape, last in self.chain.ends) for _, last, _ in candidate.parts]
         return ExecutionPlan(
@@ -283,7 +269,7 @@ class Planner(Inputs):
             loss=lambda p: self.loss_for(
                 method, request.label_bytes, p, *ends[p], self.device.torch, request.loss_chunks
             ), places=places,
-            host_pool_bytes=host_pool_bytes, exchange_bytes=exchange_bytes, graph_rooms=rooms,
+            exchange_bytes=exchange_bytes, graph_rooms=rooms,
         )  # fmt: skip
 
     def _choose(self, problem: Problem, request: PlanRequest) -> tuple[Method, Candidate, tuple[str, ...]]:
@@ -456,10 +442,9 @@ class Planner(Inputs):
     def _plan(
         self, problem: Problem, method: Method, candidate: Candidate, training: Sequence[PartitionTraining],
         costs: Sequence[PartitionCost], phases: Phases, reasons: tuple[str, ...],
-        row_packs: Sequence[RowPack], host_pool_bytes: int, at_host: frozenset[int], recovery: Prediction | None,
-        loss_chunks: int,
+        row_packs: Sequence[RowPack], places: planning.HostPlaces, recovery: Prediction | None, loss_chunks: int,
     ) -> Plan:  # fmt: skip
-        resources = replace(candidate.resources, at_host=at_host)
+        resources = replace(candidate.resources, at_host=places.homes)
         walked, predicted_steps, seconds = simulate(phases.of_stage(0), costs, self.speeds, resources)
         rows = rows_for_memory(problem, () if self.exact else row_packs[:-1], recovery is not None, self.settings.views)
         candidate = with_rows(problem, candidate, walked, predicted_steps, rows)
@@ -474,7 +459,7 @@ class Planner(Inputs):
                     first=first, last=last, micro_batch=part.micro_batch, weights=cost.weights, state=cost.state,
                     slot=cost.slot, gradients=cost.gradients, activations=cost.saved, buffers=reading + writing,
                     boundary_row=row_packs[p].layout.nbytes if self.alone else cost.output_row,
-                    tier=self.device.host_tier if p in at_host else "disk",
+                    tier=self.device.host_tier if p in places.homes else "disk",
                     stays=method.stays or p in used.resources.stays, graph=self._graph_of(p, used),
                     weights_stay=p in used.resources.weights_stay,
                     boundary_tier=tier_at(used.resources.tiers, p),
@@ -496,7 +481,7 @@ class Planner(Inputs):
         return Plan(
             method=method.name, device=self.device.name, limit=problem.limit, margin=margin_of(problem.limit),
             runtime=self.runtime, growth=self.device.growth, full_state=sum(c.weights + c.gradients + c.state for c in costs),
-            parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=host_pool_bytes,
+            parameters=sum(cost.parameters for cost in costs), partitions=tuple(parts), host_limit=places.nbytes,
             disk_bytes=disk_bytes(
                 problem, candidate, costs, row_packs, own=own, saves=saves, views=self.settings.views,
                 cached=tests if self.exact else tests + self.settings.views * problem.train_rows,

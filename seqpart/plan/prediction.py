@@ -287,8 +287,6 @@ def disk_bytes(
 
 
 class Kind(enum.Enum):
-    """Kinds of options."""
-
     STAY = enum.auto()
     """Keep weights and optimizer state on the device."""
     WEIGHTS = enum.auto()

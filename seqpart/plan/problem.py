@@ -60,10 +60,6 @@ class Machine:
     host_budget: int = 0
     """Bytes of host memory for boundaries, homes and rows."""
 
-    @property
-    def host_tier(self) -> str:
-        return "ram" if self.host_counts else "pinned"
-
     def peak(self, work: int, heap: int = 0) -> int:
         """Peak of the process or device while a partition takes `work` bytes, beside a kept heap of `heap` bytes."""
         least, work = WARM_UP_BYTES if self.host_counts else 0, max(work, self.export_bytes)
@@ -210,7 +206,6 @@ def micro_batches(problem: Problem) -> list[int]:
 
 
 def sizes_of(rows: int, batch: int, micro_batch: int) -> set[int]:
-    """The sizes of micro-batches that occur in an epoch."""
     last = rows % batch or batch
     return {micro_batch, batch % micro_batch, last % micro_batch, min(last, micro_batch)} - {0}
 
@@ -255,7 +250,6 @@ def costs_from(problem: Problem, micro_batch: int, first: int) -> dict[int, Part
 
 
 def parts_of(problem: Problem, micro_batch: int, starts: Sequence[int]) -> Parts:
-    """The partitions that begin at `starts`."""
     ends = [*starts[1:], len(problem.chain)]
     return tuple((first, last, cost_of(problem, micro_batch, first, last)) for first, last in zip(starts, ends, strict=True))
 
@@ -371,7 +365,7 @@ class HostPlaces(NamedTuple):
     """The contents of the host pool beside boundaries."""
 
     nbytes: int
-    """Bytes of the pool for all of them."""
+    """Bytes of the whole pool, with boundaries."""
     homes: frozenset[int]
     """Partitions whose homes are all in the pool."""
     graphs: frozenset[int]
@@ -392,7 +386,7 @@ def host_places(
     states: True if optimizer state has a home as well, and gradients where updates wait for their norm.
     """
     if not problem.machine.host_budget:
-        return HostPlaces(0, frozenset(), frozenset())
+        return HostPlaces(boundaries, frozenset(), frozenset())
     key = (boundaries, rows, states, problem.host_steps, *graphs.items(), *(first for first, _, _ in parts))
     if key not in problem.placed:
         costs = problem.costs_at(micro_batches(problem)[0])
@@ -423,7 +417,7 @@ def host_places(
         at_host = frozenset(number - first for number in fit if first <= number < first + len(placed))
         steps = at_host.intersection(may_step) if not rooms or len(graphs) in fit else frozenset[int]()
         narrow = steps.intersection(p for number, p in enumerate(halved, first + len(placed)) if number in fit)
-        problem.placed[key] = HostPlaces(nbytes, at_host, held, steps, round_up(through) if steps else 0, narrow)
+        problem.placed[key] = HostPlaces(boundaries + nbytes, at_host, held, steps, round_up(through) if steps else 0, narrow)
     return problem.placed[key]
 
 

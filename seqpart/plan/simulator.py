@@ -315,7 +315,6 @@ class Simulator:
         return (REQUEST_SECONDS + by_disk / disk if by_disk else 0.0) + by_link / link
 
     def _waiting(self, values: Sequence[Value], tier: str) -> int:
-        """Bytes of the `values` that wait in `tier`."""
         return sum(value.nbytes for value in values if self._handing.tier_of(value.number, self._resources.tiers) == tier)
 
     def _steps_on_host(self, step: Step) -> bool:

@@ -205,7 +205,6 @@ _TIME = Axis(text=format_seconds, whole=True, steps=_SECONDS)
 
 
 def document(run: RecordedRun) -> str:
-    """Returns the whole page."""
     parts = [
         _head(run), _tiles(run), _missing(run), _memory(run), _losses(run), _time(run), _planned(run), _proof(run), _asked(run),
         _values(run),
@@ -369,7 +368,6 @@ def _proof(run: RecordedRun) -> str:
 
 
 def _asked(run: RecordedRun) -> str:
-    """Returns the settings and versions."""
     options = {**run.start.get("settings", {}), **run.job}
     asked = [[name.replace("_", "-"), _as_text(value)] for name, value in options.items() if value not in (None, "None")]
     versions = [[name, str(run.start[name])] for name in _VERSIONS if name in run.start]

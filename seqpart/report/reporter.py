@@ -5,12 +5,11 @@ On a terminal a live bar with ETA, samples/s and the peak against the limit; els
 also one line of JSON in the run directory.
 """
 
-import contextlib
 import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -120,7 +119,6 @@ class Reporter:
             self.console.print(text if width is None else wrapped(text, width), markup=False)
 
     def warn(self, text: str) -> None:
-        """Logs a warning."""
         self.say(text, logging.WARNING)
 
     def plan(self, plan: Plan) -> None:
@@ -204,7 +202,7 @@ class Reporter:
         self.end()
         if self._log is not None:
             # What could not be written was reported by `record` already, and closing would try once more.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._log.close()
             self._log = None
 
@@ -224,7 +222,6 @@ class WarningsAlone(Reporter):
 
 
 def single(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Returns the metrics that are single numbers."""
     return {name: value for name, value in metrics.items() if isinstance(value, float)}
 
 

@@ -70,7 +70,6 @@ def plan_table(rows: Sequence[Mapping[str, str]], width: int | None) -> tuple[Ta
 
 
 def as_lines(table: Table) -> str:
-    """Returns the whole table as text."""
     console = Console(file=io.StringIO(), width=UNLIMITED, highlight=False, color_system=None)
     with console.capture() as captured:
         console.print(table)
@@ -205,7 +204,6 @@ def _open_missing() -> None:
 
 
 def _let_go(stream: IO[str]) -> None:
-    """Discards the stream's buffer."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -104,7 +104,6 @@ class Trace:
         self._add({"ph": "C", "name": name, "pid": 1, "ts": _us(now), "args": {"value": round(value, 3)}})
 
     def _lane(self, stream: str, thread: int) -> int:
-        """Returns the trace's line for that stream and thread."""
         known = self._lanes.get((stream, thread))
         if known is not None:
             return known

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from seqpart.config import TrackerName
-from seqpart.errors import OptionError
+from seqpart.errors import OptionError, refusing
 
 
 def load(names: Sequence[TrackerName]) -> None:
@@ -98,10 +98,8 @@ def _wandb_with_login() -> None:
         return
     if "prompt" not in inspect.signature(wandb.login).parameters:  # older versions would ask, and `init` refuses itself
         return
-    try:
-        is_known = wandb.login(prompt=False)
-    except Exception as error:  # no server, or a key that it does not know
-        raise OptionError(f"--log wandb: {type(error).__name__}: {error}. Or set WANDB_MODE=offline.") from error
+    with refusing(lambda error: OptionError(f"--log wandb: {type(error).__name__}: {error}. Or set WANDB_MODE=offline.")):
+        is_known = wandb.login(prompt=False)  # there may be no server, or a key that it does not know
     if not is_known:
         raise OptionError("--log wandb: nobody is logged in. Run wandb login, or set WANDB_MODE=offline.")
 

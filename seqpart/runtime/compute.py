@@ -21,7 +21,7 @@ from seqpart.device.compiler import back_propagate
 from seqpart.device.device import Device
 from seqpart.device.ranks import Ranks
 from seqpart.errors import ModelError
-from seqpart.methods.ist.statistics import as_it_is, observed
+from seqpart.methods.ist.statistics import observed
 from seqpart.methods.method import PartitionLoss, SyntheticLoss, TrueLoss
 from seqpart.model.blocks import Block
 from seqpart.model.metrics import Metrics, MetricSinks
@@ -382,7 +382,7 @@ class Compute:
         phase = self.phases[step.phase]
         update, part = divmod(_micro_batch(step), phase.micro_batches_per_update)
         observes = phase.kind is PhaseKind.STATISTICS
-        around = partial(observed, anew=self.span(step).start == 0) if observes else as_it_is
+        around = partial(observed, anew=self.span(step).start == 0) if observes else nullcontext
         key = phase.epoch, phase.within.done + update, part
         return self.loaded[step.partition].forward(taken, training=training, key=key, around=around)
 

@@ -106,7 +106,9 @@ class Executor:
                 explained = explained_step(error)
                 explained.add_note(f"while running {self.step} in {self._phases[self.step.phase]}")
                 if self._doing and self.step.verb in _CAN_BE_UNDONE:
-                    self._bring_home(explained)
+                    with contextlib.suppress(Exception):  # the error that is being raised says what is wrong
+                        self._retreat(str(explained))
+                        self._hooks.failed(self, explained)
                 if explained is error:
                     raise
                 raise explained from error
@@ -339,11 +341,6 @@ class Executor:
         self._loaded.clear()
         self._wait_for_homes()
         self._store.refuse_lost()
-
-    def _bring_home(self, error: Exception) -> None:
-        with contextlib.suppress(Exception):  # the error that is being raised says what is wrong
-            self._retreat(str(error))
-            self._hooks.failed(self, error)
 
     def _undo_updates(self, text: str) -> None:
         """Rolls the homes back to the last mark, because some partitions have made the optimizer step already. The mark is at

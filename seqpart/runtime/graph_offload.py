@@ -205,7 +205,6 @@ class Graph:
 
     @property
     def gradients(self) -> Pack:
-        """The gradients that arrived at the inputs."""
         return {number: a.gradient for number, a in self.arrivals.items() if a.gradient is not None}
 
     def let_go(self) -> None:

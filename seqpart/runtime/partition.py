@@ -12,14 +12,14 @@ visits have memory of their own, and are saved when all homes have to be up to d
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from seqpart.device.compiler import without_symbols
 from seqpart.device.device import Device
-from seqpart.methods.ist.statistics import Around, as_it_is
+from seqpart.methods.ist.statistics import Around
 from seqpart.model.blocks import Block, Tied
 from seqpart.model.optimizers import Adopted, GradientNorm, Optimizer
 from seqpart.model.packs import Pack
@@ -221,7 +221,7 @@ class Partition:
         in_order = [by_place[place] for place in sorted(by_place)]
         names = [name for name, _ in in_order] if self._choice.named else []
         built = self._choice.build([parameter for _, parameter in in_order], names)
-        self._adopted = self._choice.adopt(built, {id(parameter): name for name, parameter in in_order})
+        self._adopted = Adopted(self._choice, built, {id(parameter): name for name, parameter in in_order})
         self.built = weakref.ref(self._adopted.optimizer)
         every = zip(self.blocks, parameters, self._states, states, begun, strict=True)
         for block, own, layout, region, made in (one for one in every if one[1]):
@@ -239,7 +239,7 @@ class Partition:
 
     # --- work -----------------------------------------------------------------------------------------------------
 
-    def forward(self, taken: Pack, *, training: bool, key: tuple[int, ...], around: Around = as_it_is) -> Pack:
+    def forward(self, taken: Pack, *, training: bool, key: tuple[int, ...], around: Around = nullcontext) -> Pack:
         """Maps incoming values to outgoing ones; the random state of each block is a function of `key` and the block."""
         self.refresh()
         values = dict(taken)  # training must not write into it: it may be needed again, and a leaf cannot be changed in place

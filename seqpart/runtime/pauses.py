@@ -19,6 +19,7 @@ from seqpart.errors import Interrupted, ModelError, OptionError
 from seqpart.methods.ist.parts import JointChain
 from seqpart.model.blocks import Block, Chain
 from seqpart.model.inspection import stays
+from seqpart.model.live_modules import modules_of
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.blocks import BlockCost
 from seqpart.schedule.best import LoopState
@@ -137,8 +138,7 @@ class Pauses:
         """True if the set of trainable parameters differs from that of the last update."""
         self._blocks = [(block, cost) for block, cost in zip(chain, costs, strict=True) if block.alive is not None]
         modules = [module for block, _ in self._blocks if block.alive is not None for module in block.alive.modules()]
-        parts = [one for one in (model if isinstance(model, list | tuple) else (model,)) if isinstance(one, nn.Module)]
-        every = [module for part in parts for module in part.modules()]
+        every = [*modules_of(model)]
         self._held: list[Mapping[str, Any]] = [held for one in every for held in (one._parameters, one._buffers, one._modules)]
         """The parameters, the buffers, or the modules in each module by name."""
         self._rows = {id(one._modules) for one in every if isinstance(one, nn.Sequential | nn.ModuleList | nn.ModuleDict)}

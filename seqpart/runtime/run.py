@@ -118,7 +118,7 @@ class Run:
 
     def _counts_own(self) -> bool:
         """True if optimizers of several partitions have counted updates, each its own."""
-        several = len(self._partitions) > 1 and any(one.counts for one in self.prepared.stages[0].optimizers)
+        several = len(self._partitions) > 1 and any(one.found.counts for one in self.prepared.stages[0].optimizers)
         return several and (self._resumed is not None or any(partition.built is not None for partition in self._partitions))
 
     @contextmanager

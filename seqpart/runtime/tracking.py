@@ -20,7 +20,7 @@ from seqpart.checkpoint.resume import ResumePoint
 from seqpart.checkpoint.run_directory import RunDirectory, new_name
 from seqpart.config import TrackerName
 from seqpart.device.sampler import Sampler
-from seqpart.errors import CorruptFile, OptionError
+from seqpart.errors import CorruptFile, OptionError, refusing
 from seqpart.model.metrics import Metrics
 from seqpart.report.reporter import Reporter
 from seqpart.report.trace import MOST, Trace
@@ -33,7 +33,7 @@ from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import Event, PhaseBegun, PhaseDone, Position, Step, StepDone, Verb
 from seqpart.settings import Settings
 from seqpart.store.atomic import write_text
-from seqpart.store.direct import explained
+from seqpart.store.direct import explaining
 from seqpart.units import format_size
 
 TRACKED = "tracking.json"
@@ -84,14 +84,8 @@ class Tracking:
             voids_after = behind if known is not None else None
             # TensorBoard voids what was logged after the checkpoint; others keep it.
             self._floors[name] = behind if name == "tensorboard" else earlier
-            try:
+            with refusing(partial(_cannot_begin, name)), explaining(directory.root):
                 self._trackers[name] = opened(name, directory.root, self._run, settings.to_json(), voids_after)
-            except OSError as error:
-                raise explained(error, directory.root) from None
-            except OptionError:
-                raise
-            except Exception as error:  # whatever the tracker's library raises: no login, no server
-                raise OptionError(f"--log {name} cannot begin: {type(error).__name__}: {error}. Leave it out.") from error
 
     def close(self) -> None:
         for name in list(self._trackers):
@@ -205,6 +199,11 @@ def tracked(
     stack.callback(tracking.close)
     ours = Observer(before_update=tracking.before_update, listen=tracking.listen, at_rest=tracking.at_rest)
     return observer.beside(ours), tracking
+
+
+def _cannot_begin(name: TrackerName, error: Exception) -> OptionError:
+    """Returns the refusal of whatever the tracker's library raises: no login, no server."""
+    return OptionError(f"--log {name} cannot begin: {type(error).__name__}: {error}. Leave it out.")
 
 
 def updates_before(phases: Sequence[Phase], number: int) -> int:

@@ -100,7 +100,7 @@ class Turns:
         self._run = run
         run.pauses.refuse_strangers(self._learns)
         some = self._learns or not all(map(run.pauses.are_in, self._reached.values()))
-        if some and any(one.counts for one in run.prepared.stages[0].optimizers):
+        if some and any(one.found.counts for one in run.prepared.stages[0].optimizers):
             raise OptionError(
                 "learns: the optimizer counts updates in its groups, and would count the updates of all steps. Take one that "
                 "counts with each parameter, such as AdamW."
@@ -265,20 +265,16 @@ class TrainingSession:
 
     def _refuse_unlike(self, split: Split) -> None:
         """Raises DataError for rows or labels of another shape, type or form than the example's."""
-        example = self._example
-        if (split.shape, split.dtype, split.form) != (example.shape, example.dtype, example.form):
-            raise DataError(
-                f"{split.name}: expected rows as the example has, {form_of_rows(example)}; found {form_of_rows(split)}. Give "
-                "them as in the example, or open the session with an example of these."
-                + (f" {PADS}" if split.shape != example.shape else "")
-            )
-        kinds = [(tuple(one.labels.shape[1:]), one.labels.is_floating_point(), one.label_form) for one in (example, split)]
-        if kinds[0] != kinds[1]:
-            raise DataError(
-                f"{split.name}: expected labels as the example has, {form_of_labels(example)}; found {form_of_labels(split)}. "
-                "Give them as in the example, or open the session with an example of these."
-                + (f" {PADS}" if kinds[0][0] != kinds[1][0] else "")
-            )
+        both = self._example, split
+        rows = [(one.shape, one.dtype, one.form) for one in both]
+        labels = [(tuple(one.labels.shape[1:]), one.labels.is_floating_point(), one.label_form) for one in both]
+        for what, (expected, found), form in (("rows", rows, form_of_rows), ("labels", labels, form_of_labels)):
+            if expected != found:
+                raise DataError(
+                    f"{split.name}: expected {what} as the example has, {form(self._example)}; found {form(split)}. Give them "
+                    "as in the example, or open the session with an example of these."
+                    + (f" {PADS}" if expected[0] != found[0] else "")
+                )
 
     def _bring_home(self) -> None:
         """Saves everything to the homes; nothing stays on the device."""

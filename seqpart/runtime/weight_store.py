@@ -55,7 +55,7 @@ class WeightStore:
         stack: ExitStack,
     ) -> None:  # fmt: skip
         self._planner, self._prepared, self._reporter, self._explaining = planner, prepared, reporter, explaining
-        device, nbytes, room = planner.device, prepared.host_pool_bytes, prepared.exchange_bytes
+        device, nbytes, room = planner.device, prepared.places.nbytes, prepared.exchange_bytes
         self._pool = pool = HostPool(nbytes, device, first=room)
         self.boundary_room = pool.take(room) if room else None
         self._graphs: dict[int, list[torch.Tensor]] = {}
@@ -281,7 +281,6 @@ class WeightStore:
 
 
 def _in_memory(tensor: torch.Tensor) -> memoryview:
-    """Returns the tensor's bytes in the order of its memory."""
     return bytes_of(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8))
 
 

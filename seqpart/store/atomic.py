@@ -62,11 +62,8 @@ def with_checksum(kind: str, body: object) -> str:
 
 def checked_body(kind: str, text: str) -> Any:
     """Returns the body of a text that `with_checksum` made. Raises ValueError for any other."""
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
         body = parsed(text)[kind]
-        whole = text == with_checksum(kind, body)
-    except (ValueError, KeyError, TypeError, IndexError):
-        whole = False
-    if not whole:
-        raise ValueError("its checksum is not the one that was written")
-    return body
+        if text == with_checksum(kind, body):
+            return body
+    raise ValueError("its checksum is not the one that was written")

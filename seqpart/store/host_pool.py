@@ -59,7 +59,6 @@ def piece_sizes(budget: int, *, powers_of_two: bool) -> list[int]:
 
 
 def first_piece(nbytes: int, *, powers_of_two: bool) -> int:
-    """Size of a piece for `nbytes` alone."""
     return 1 << max(0, nbytes - 1).bit_length() if powers_of_two else round_up(nbytes)
 
 

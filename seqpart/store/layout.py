@@ -17,7 +17,7 @@ from typing import Annotated, Any, Self
 import msgspec
 import torch
 
-from seqpart.device.pages import PAGE, round_up
+from seqpart.device.pages import PAGE, lies_dense, round_up
 from seqpart.errors import CorruptFile, ModelError
 from seqpart.schema import Whole, as_type, word_of
 from seqpart.text import parsed
@@ -37,8 +37,6 @@ _FILLER = "seqpart.filler."
 
 
 class _Entry(msgspec.Struct):
-    """An entry of a safetensors header."""
-
     dtype: Annotated[str, word_of(*DTYPES)]
     shape: list[Whole]
     data_offsets: tuple[Whole, Whole]
@@ -124,19 +122,6 @@ def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Strides of a tensor; None if it lies row by row, or with gaps, which no home keeps."""
     rows = tuple(prod(tensor.shape[axis + 1 :]) for axis in range(tensor.ndim))
     return None if tensor.stride() == rows or not lies_dense(tensor) else tuple(tensor.stride())
-
-
-def lies_dense(tensor: torch.Tensor) -> bool:
-    """True if the elements fill a piece of memory without gaps or overlap, in any order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 0:
-            return True
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:

@@ -200,7 +200,6 @@ class Rows:
 
     @property
     def _size(self) -> int:
-        """Bytes of the file."""
         return len(self._header) + self.count * self.layout.stride
 
     def read_chunk(self, chunk: int, into: torch.Tensor) -> None:

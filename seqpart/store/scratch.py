@@ -88,7 +88,6 @@ def remove_half_written(folder: Folder) -> int:
 
 
 def scratch_bytes(folder: Folder) -> int:
-    """Bytes of homes and rows."""
     return sum(inside.size(file) for inside, file in _scratch_files(folder))
 
 

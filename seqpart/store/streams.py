@@ -127,7 +127,6 @@ class BufferedFile(Generic[K]):
         self._pool = movers(1, name)
 
     def number_of(self, key: K) -> int | None:
-        """Number of the buffer that holds `key`, or None."""
         return next((number for number, held in self._holds.items() if held == key), None)
 
     def claim(self, key: K) -> int:
@@ -144,7 +143,6 @@ class BufferedFile(Generic[K]):
         self._recent.append(number)
 
     def empty(self, number: int) -> None:
-        """Marks a buffer as empty."""
         del self._holds[number]
 
     def write(self, number: int, nbytes: int, offset: int) -> None:

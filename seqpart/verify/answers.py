@@ -51,7 +51,6 @@ class Answers:
         )
 
     def different(self, other: Self) -> int:
-        """Returns the number of different answers."""
         return sum(one != two for one, two in zip(astuple(self), astuple(other), strict=True))
 
     def asked(self, like: Plan, blocks: int) -> Plan:
@@ -83,7 +82,6 @@ class Space:
     starts: tuple[int, ...]
     """Blocks at which a partition may begin, including the first."""
     tiers: tuple[str, ...]
-    """Tiers of boundaries."""
     graph_tiers: tuple[str, ...]
     """Tiers of offloaded graphs."""
     heap: bool

@@ -23,6 +23,7 @@ from seqpart.intake import tested_on_first
 from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss, TrueLoss
 from seqpart.model.live_modules import modules_of
+from seqpart.model.optimizers import Adopted
 from seqpart.model.reductions import LossValue, share_of_update
 from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
@@ -77,7 +78,6 @@ class Variant:
         self.report(reporter, time.perf_counter() - began, seen)
 
     def report(self, reporter: Reporter, seconds: float, seen: str) -> None:
-        """Reports its peak in a line."""
         reporter.say(f"  {self.name:<9}  {self.method:<12}  peak {format_size(self.peak):>8}  {seconds:6.1f} s{seen}")
 
     @contextmanager
@@ -233,7 +233,7 @@ def train_plainly(session: Run, model: object, updates: int) -> dict[tuple[int, 
     names = {
         id(tensor): block.exported(name) for block in session.prepared.chain for name, tensor in tensors[block.number].items()
     }
-    adopted = choice.adopt(choice.build(trained, [names[id(parameter)] for parameter in trained]), names)
+    adopted = Adopted(choice, choice.build(trained, [names[id(parameter)] for parameter in trained]), names)
     judge = session.prepared.loss(0)
     assert judge is not None
     left = updates

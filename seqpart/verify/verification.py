@@ -178,8 +178,13 @@ def _compared(
             "or look at its input's grad_fn?"
         )
         _compare_evaluations(limited, drawn, first, agreed(first, drawn, reporter, differ, where))
-    return replace(
-        _agreement(limited, other, first, str(control.first)), cuts=cuts, divided=divided, unlike=unlike,
+    total = xxhash.xxh3_128()
+    for key in sorted(first.seen):
+        total.update(repr(key).encode() + first.seen[key])
+    return Agreement(
+        method=limited.method, reference=other.method, steps=steps, plan=limited.prepared.plan, peak=limited.peak,
+        tensors=len({key[1:] for key in first.seen}), comparisons=len(first.seen), digest=total.hexdigest(),
+        caught=str(control.first), cuts=cuts, divided=divided, unlike=unlike,
         plans=tuple(drawn.prepared.plan for drawn in plans),
     )  # fmt: skip
 
@@ -372,16 +377,6 @@ def _announced(limited: Variant, other: Variant, steps: int) -> str:
         f"micro-batch {micro_batch}, {plan.slots} slot(s), boundaries on {tiers_in_words(plan.tiers)}, {kept + 1} graphs "
         f"kept), then with a wrong replay, then of {other.method} under {format_size(other.limit)}"
     )
-
-
-def _agreement(limited: Variant, other: Variant, digests: Digests, caught: str) -> Agreement:
-    total = xxhash.xxh3_128()
-    for key in sorted(digests.seen):
-        total.update(repr(key).encode() + digests.seen[key])
-    return Agreement(
-        method=limited.method, reference=other.method, steps=digests.steps, plan=limited.prepared.plan, peak=limited.peak,
-        tensors=len({key[1:] for key in digests.seen}), comparisons=len(digests.seen), digest=total.hexdigest(), caught=caught,
-    )  # fmt: skip
 
 
 def _difference_in_words(limited: Variant, other: Variant, key: Key, first: Digests, again: Digests) -> str:

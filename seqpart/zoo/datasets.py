@@ -59,8 +59,7 @@ def load(
         return _mnist(name, data_dir, download)
     reads: dict[str, Callable[[Path], tuple[Any, Any]]] = {
         "idx": lambda path: _idx(path, f"--data {name}"), "npz": _npz, "text": lambda path: text.load(path, context),
-        "folder": lambda path: images.load_kept(path, image_size),
-        "imagefolder": lambda path: images.load(path, image_size, augment),
+        **dict.fromkeys(("folder", "imagefolder"), lambda path: images.load(path, prefix, image_size, augment)),
         "hf-text": lambda path: tokenized.load(path, tokenizer, context),
     }  # fmt: skip
     if prefix in reads and rest:

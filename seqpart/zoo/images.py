@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from seqpart.errors import DataError, OptionError
-from seqpart.store.direct import explained
+from seqpart.store.direct import explaining
 
 Augmentation = Literal["imagenet", "cifar", "none"]
 _SIZES: dict[str, int | None] = {"imagenet": 224, "cifar": 32, "none": None}
@@ -55,25 +55,16 @@ Change = Callable[[Any], Any]
 Scale = tuple[tuple[float, ...], tuple[float, ...]] | None
 
 
-def load(folder: Path, image_size: int | None, augment: Augmentation | None) -> tuple["Images", "Images"]:
-    """Returns (training, test) images (3, size, size) of `imagefolder:`.
+def load(folder: Path, kind: str, image_size: int | None, augment: Augmentation | None) -> tuple["Images", "Images"]:
+    """Returns (training, test) images (3, height, width): of `imagefolder`, or of `folder`, which are read once.
 
     Raises DataError where there is no such directory, where classes of the test split are unknown, and for directories that
     look like splits and are not.
     """
-    kind = augment or "imagenet"
-    if kind not in _SIZES:
-        raise OptionError(f"--augment: expected {', '.join(_SIZES)}; found {kind!r}.")
-    size = image_size or _SIZES[kind]
-    return _loaded(folder, "imagefolder", _changes(kind, size), _SCALES.get(kind))
-
-
-def load_kept(folder: Path, image_size: int | None) -> tuple["Images", "Images"]:
-    """Returns (training, test) images (3, height, width) of `folder:`, which are read once. Raises what `load` does."""
-    return _loaded(folder, "folder", (partial(_resized, image_size),) * 2, None)
-
-
-def _loaded(folder: Path, kind: str, changes: tuple[Change, Change], scale: Scale) -> tuple["Images", "Images"]:
+    way = augment or ("imagenet" if kind == "imagefolder" else "none")
+    if way not in _SIZES:
+        raise OptionError(f"--augment: expected {', '.join(_SIZES)}; found {way!r}.")
+    changes, scale = _changes(way, image_size or _SIZES[way]), _SCALES.get(way)
     if not folder.is_dir():
         raise DataError(f"--data {kind}:{folder}: no such directory.")
     splits = _splits_of(folder, kind)
@@ -134,10 +125,8 @@ def _shared_names(holding: dict[Path, list[str]]) -> tuple[Path, Path, str] | No
 
 
 def _directories(folder: Path) -> list[Path]:
-    try:
+    with explaining(folder):
         return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
-    except OSError as error:
-        raise explained(error, folder) from None
 
 
 def _unlike_splits(folder: Path, found: str, kind: str, other: str = "") -> DataError:
@@ -148,7 +137,6 @@ def _unlike_splits(folder: Path, found: str, kind: str, other: str = "") -> Data
 
 
 def _classes(folder: Path, kind: str) -> list[str]:
-    """Returns the names of directories."""
     found = [path.name for path in _directories(folder)]
     if not found:
         raise _unlike_splits(folder, f"{folder.name} holds no directories of classes", kind)

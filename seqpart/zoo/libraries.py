@@ -89,11 +89,9 @@ def _timm(name: str, classes: int, shape: tuple[int, ...]) -> nn.Module:
     options: dict[str, Any] = {"num_classes": classes}
     if len(shape) == 3:
         options["in_chans"] = shape[0]
-        try:
+        with suppress(TypeError):  # a network of convolutions takes images of any size
             sized: nn.Module = timm.create_model(name, img_size=tuple(shape[1:]), **options)
             return sized
-        except TypeError:  # a network of convolutions takes images of any size
-            pass
     return _tried(f"timm:{name}", lambda: timm.create_model(name, **options))
 
 
@@ -193,10 +191,8 @@ def _refuse_unknown(library: str, name: str, known: Collection[str]) -> None:
 
 
 def _tried(what: str, make: Callable[[], nn.Module]) -> nn.Module:
-    try:
+    with refusing(lambda error: OptionError(f"--model {what}: the library refused: {_short(error)}")):
         return make()
-    except Exception as error:
-        raise OptionError(f"--model {what}: the library refused: {_short(error)}") from error
 
 
 def called(name: str, option: str) -> Any:

@@ -13,7 +13,7 @@ from seqpart import Trainer
 from seqpart.device.pages import aligned
 from seqpart.errors import CorruptFile, OptionError
 from seqpart.model.optimizer_trials import Temporaries
-from seqpart.model.optimizers import choose, describe
+from seqpart.model.optimizers import Adopted, choose, describe
 from seqpart.store.layout import TensorSpec, spec_of
 
 CHOICES = {
@@ -83,7 +83,7 @@ def adopted(choice, named):
     """An optimizer whose state is views of one flat buffer of zeros."""
     layout = choice.state_layout({name: spec_of(name, parameter) for name, parameter in named.items()})
     flat = aligned(layout.nbytes).zero_()
-    optimizer = choice.adopt(choice.build(list(named.values())))
+    optimizer = Adopted(choice, choice.build(list(named.values())))
     optimizer.take(named.items(), layout.views(flat), begun=False)
     optimizer.restore()
     return optimizer, layout, flat
@@ -133,7 +133,7 @@ def test_the_state_lives_in_the_buffer_and_can_be_carried_to_another_optimizer(c
     for _ in range(4):
         flat = aligned(layout.nbytes)
         flat[: layout.nbytes] = torch.frombuffer(bytearray(home), dtype=torch.uint8) if home else flat[:0]
-        optimizer = choice.adopt(choice.build(list(mine.values())))
+        optimizer = Adopted(choice, choice.build(list(mine.values())))
         optimizer.take(mine.items(), layout.views(flat))
         optimizer.restore()
         same_after_steps(optimizer, mine, kept, theirs, steps=1)
@@ -586,12 +586,12 @@ def test_an_optimizer_that_is_built_anew_knows_all_that_it_knew(build):
     layout = choice.state_layout({name: spec_of(name, parameter) for name, parameter in mine.items()})
     flat = aligned(layout.nbytes).zero_()
     for step in range(103):
-        optimizer = choice.adopt(choice.build(list(mine.values())))
+        optimizer = Adopted(choice, choice.build(list(mine.values())))
         optimizer.take(mine.items(), layout.views(flat), begun=step > 0)
         optimizer.restore()
         same_after_steps(optimizer, mine, plain, theirs, steps=1)
         optimizer.write()
-    assert not choice.joint
+    assert not choice.found.joint
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -605,7 +605,7 @@ def test_what_torch_notes_of_a_fused_step_is_no_count(fused):
 
     choice = describe("by_dimensions", by_dimensions)
     choice.try_on({name: spec_of(name, torch.zeros(shape)) for name, shape in (("w", (6, 5)), ("v", (6, 6)), ("b", (6,)))})
-    assert not choice.joint and not choice.counts
+    assert not choice.found.joint and not choice.found.counts
 
 
 @pytest.mark.parametrize(
@@ -652,7 +652,7 @@ def test_state_that_is_other_than_in_the_trial_is_named(later, words):
 
     choice, w = describe("", lambda parameters: Late(parameters, lr=0.1)), nn.Parameter(torch.ones(4, 3))
     layout = choice.state_layout({"w": spec_of("w", w)})
-    optimizer = choice.adopt(choice.build([w]))
+    optimizer = Adopted(choice, choice.build([w]))
     optimizer.take([("w", w)], layout.views(aligned(layout.nbytes).zero_()), lambda name: f"0.{name}")
     for _ in range(20):
         optimizer.step()
@@ -673,7 +673,7 @@ def test_a_parameter_that_was_frozen_for_a_while_takes_no_old_count_from_its_tex
         learn = {name: p for name, p in mine.items() if name != "kernel" or step not in (2, 3)}
         theirs_learn = {name: theirs[name] for name in learn}
         theirs["kernel"].grad = None
-        optimizer = choice.adopt(choice.build(list(learn.values())))
+        optimizer = Adopted(choice, choice.build(list(learn.values())))
         optimizer.take(learn.items(), layout.views(flat))
         optimizer.restore()
         plain.param_groups[0]["params"] = [*theirs_learn.values()]
@@ -683,8 +683,8 @@ def test_a_parameter_that_was_frozen_for_a_while_takes_no_old_count_from_its_tex
 
 def test_a_count_that_changes_nothing_is_kept_as_one_that_does():
     choice = found(lambda parameters: InGroups(parameters, lr=0.1, momentum=0.9), (6, 5), (6,))
-    assert choice.counts and choice.begins_itself
-    assert not found(lambda parameters: torch.optim.AdamW(parameters), (6, 5), (6,)).counts
+    assert choice.found.counts and choice.begins_itself
+    assert not found(lambda parameters: torch.optim.AdamW(parameters), (6, 5), (6,)).found.counts
 
 
 def test_a_state_that_only_large_parameters_have_is_refused_where_they_are_too_large_to_be_tried():
@@ -711,7 +711,7 @@ def test_state_that_was_saved_without_a_text_goes_on():
     views = layout.views(aligned(layout.nbytes).zero_())
     views["w.momentum_buffer"].copy_(plain.state[theirs]["momentum_buffer"])
     w.data.copy_(theirs.data)
-    optimizer = choice.adopt(choice.build([w]))
+    optimizer = Adopted(choice, choice.build([w]))
     optimizer.take([("w", w)], views)
     optimizer.restore()
     same_after_steps(optimizer, {"w": w}, plain, {"w": theirs})
@@ -731,7 +731,7 @@ def test_a_text_that_no_optimizer_wrote_is_refused_in_words_and_makes_no_object(
     w = nn.Parameter(torch.ones(4, 3))
     choice = describe("", lambda parameters: InGroups(parameters, lr=0.1, momentum=0.9))
     views = choice.state_layout({"w": spec_of("w", w)}).views(aligned(1 << 12).zero_())
-    optimizer = choice.adopt(choice.build([w]))
+    optimizer = Adopted(choice, choice.build([w]))
     optimizer.take([("w", w)], views)
     views["w.plain"][: len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     with pytest.raises(CorruptFile, match="expected the state that it wrote; found another one"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from seqpart.model.optimizers import choose, rounding
+from seqpart.model.optimizers import Adopted, choose, rounding
 from seqpart.model.rounding import SLICE
 from seqpart.model.slices import share_slices
 from tests.model.test_rounding import BF16
@@ -25,7 +25,7 @@ def stepped(choice, dtype):
     optimizer = choice.build([weight], ["weight"] if choice.named else [])
     for update in range(3):
         weight.grad = torch.randn(len(weight), generator=generator, dtype=torch.float32).to(dtype)
-        choice.adopt(optimizer).step(0, 0, update)
+        Adopted(choice, optimizer).step(0, 0, update)
     return weight, optimizer.state[weight] if dtype is not BF16 else {}
 
 

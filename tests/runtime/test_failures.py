@@ -386,7 +386,7 @@ def test_a_second_plan_does_not_ask_again_for_the_memory_that_the_first_took(tmp
     planner = trainer.prepare(*trainer.rows(classified(48, (4,)), classified(12, (4,))))
     first = planner.planned()
     again = planner.prepare(replace(first.request, micro_batch=8, starts=first.plan.starts))
-    assert again.host_pool_bytes == first.host_pool_bytes > 0
+    assert again.places.nbytes == first.places.nbytes > 0
 
 
 def test_memory_that_runs_out_before_the_loop_is_said_in_words(tmp_path):

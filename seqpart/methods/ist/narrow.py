@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart.device.device import keyed_seed
-from seqpart.errors import ModelError
+from seqpart.errors import ModelError, refusing
 from seqpart.methods.ist.hidden import HiddenLayer, Spot
 from seqpart.model.blocks import Block
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.fake_mode import FakeMode
-from seqpart.store.layout import lies_dense
 
 
 class PartialSum(nn.Module):
@@ -75,12 +74,6 @@ def index_sets(seed: int, round_: int, layer: int, units: int, parts: int, group
     return tuple(sets)
 
 
-def places(units: Ints, count: int, before: int, after: int) -> Ints:
-    """Returns the indices of `units`, of `count`, on an axis of before x count x after, such as (q, k, v) x heads x size."""
-    whole = (np.arange(before)[:, None] * count + units)[:, :, None] * after + np.arange(after)
-    return whole.reshape(-1)
-
-
 NEURONS = "neurons"
 """The tensor of a part that says which units it has: the whole network has none such."""
 _WIDTHS = ("out_features", "num_features")
@@ -95,7 +88,9 @@ class Axis(NamedTuple):
     after: int
 
     def places(self, units: Ints) -> Ints:
-        return places(units, self.units, self.before, self.after)
+        """Returns the indices of `units` on it, such as (q, k, v) x heads x size."""
+        whole = (np.arange(self.before)[:, None] * self.units + units)[:, :, None] * self.after + np.arange(self.after)
+        return whole.reshape(-1)
 
 
 class Cut(NamedTuple):
@@ -110,14 +105,13 @@ def template(block: Block) -> nn.Module:
     module, tensors = block.fake(FakeMode())
     own = tensors_of(module)
     memo: dict[int, object] = {id(tensor): _like(tensor, _on_meta(tensors[name])) for name, tensor in own.items()}
-    try:
-        copied = copy.deepcopy(module, memo)
-    except Exception as error:
-        raise ModelError(
+    with refusing(
+        lambda error: ModelError(
             f"method ist trains copies of each block, and {block} cannot be copied: {type(error).__name__}: {error}. Let its "
             "module be one that copy.deepcopy takes."
-        ) from error
-    return copied
+        )
+    ):
+        return copy.deepcopy(module, memo)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,7 +140,7 @@ def cuts_of(modules: Sequence[nn.Module], layers: Sequence[HiddenLayer]) -> list
             _note(cuts[spot.block], spot, "weight", columns=_axis(layer, spot, weight.shape[1]))
     for number, own in enumerate(cuts):
         tensors = tensors_of(modules[number])
-        if any(not (lies_dense(tensors[name]) and tensors[name].is_contiguous()) for name in own):
+        if not all(tensors[name].is_contiguous() for name in own):
             raise ModelError(
                 f"method ist cuts weights by rows, and those of block {number} do not lie row by row. Make them contiguous, or "
                 "use --method auto."

@@ -17,7 +17,7 @@ from torch import nn
 from seqpart.errors import ModelError, OptionError
 from seqpart.methods.ist.hidden import HiddenLayer, hidden_layers
 from seqpart.methods.ist.narrow import NEURONS, Cut, Ints, cuts_of, groups_of, index_sets, narrowed, template, widths
-from seqpart.methods.ist.residual import Section, absent, scaled, section_of
+from seqpart.methods.ist.residual import Section, scaled, section_of
 from seqpart.methods.ist.statistics import observes
 from seqpart.model.blocks import MOST_BLOCKS, Block, Chain, Factory
 from seqpart.model.inspection import has_hooks
@@ -95,7 +95,6 @@ class Parts:
         return self.count > 1 and self.section is not None and block in self.section.blocks
 
     def has_place(self, part: int, block: int) -> bool:
-        """True if `part` has a block in this place."""
         if not self.is_dealt(block):
             return True
         assert self.section is not None
@@ -179,19 +178,15 @@ def parted(chain: Chain, *, count: int, group: int, seed: int) -> JointChain:
 def _part_block(chain: Chain, parts: Parts, part: int, block: Block, module: nn.Module) -> PartBlock:
     """Returns the share of `part` in the whole network's `block`. module: that block's module on the meta device."""
     if not parts.has_place(part, block.number):
-        return PartBlock(part, block, absent, chain, absent)
+        return PartBlock(part, block, nn.Identity, chain, nn.Identity)
     own, units = parts.cuts[block.number], parts.widths_of(part)
     # Blocks that are equal in the whole network are equal in all parts of one width.
     like = (block.same_as, units, tuple(own.items()), parts.count)
     source = partial(narrowed, module, block.number, parts.layers, own, units, parts.count)
     if parts.is_dealt(block.number):
         assert parts.section is not None
-        source = partial(_dealt, source, parts.section.branch, parts.count)
+        source = partial(scaled, source, parts.section.branch, parts.count)
     return PartBlock(part, block, source, chain, like, is_cut_out=block.is_cut_out)
-
-
-def _dealt(source: Factory, branch: str, parts: int) -> nn.Module:
-    return scaled(source(), branch, parts)
 
 
 def _refuse_whole(chain: Chain, count: int) -> None:

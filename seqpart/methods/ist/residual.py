@@ -22,6 +22,7 @@ from torch import nn
 from seqpart.errors import ModelError
 from seqpart.methods.ist.hidden import kind_of, wrapped
 from seqpart.methods.ist.narrow import index_sets, widths
+from seqpart.model.blocks import Factory
 from seqpart.model.inspection import is_listened_to, structure_of
 from seqpart.model.tensors import tensors_of
 
@@ -110,12 +111,8 @@ def _times(factor: int, module: nn.Module, taken: object, given: torch.Tensor) -
     return given * factor
 
 
-def scaled(module: nn.Module, branch: str, parts: int) -> nn.Module:
-    """Returns `module` with its residual multiplied by `parts`."""
+def scaled(source: Factory, branch: str, parts: int) -> nn.Module:
+    """Returns a module of `source` with its residual multiplied by `parts`."""
+    module = source()
     module.get_submodule(branch).register_forward_hook(partial(_times, parts))
     return module
-
-
-def absent() -> nn.Module:
-    """Returns the placeholder for a block that a part does not have."""
-    return nn.Identity()

@@ -1,19 +1,15 @@
 """Recomputes BatchNorm's running statistics as the mean over a pass's batches, with all else in eval mode."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from seqpart.model.inspection import stays
 
-Around = Callable[[Iterable[nn.Module]], AbstractContextManager[None]]
+Around = Callable[[Iterable[nn.Module]], AbstractContextManager[object]]
 """Returns a context manager for the forward pass of a block with these modules."""
-
-
-def as_it_is(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def observes(module: nn.Module) -> bool:
