@@ -215,9 +215,10 @@ def _in_whole_batches(rows: int, batch: int, name: str) -> int:
 
 def _order_of(sampler: Any, count: int) -> tuple[Any, bool]:
     """Returns (the sampler, if it is none of torch's two plain ones, else None; true if rows are shuffled)."""
-    if type(sampler) is SequentialSampler:
+    whole = type(sampler) in (SequentialSampler, RandomSampler) and len(sampler.data_source) == count
+    if type(sampler) is SequentialSampler and whole:
         return None, False
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count:
+    if type(sampler) is RandomSampler and whole and not sampler.replacement and sampler.num_samples == count:
         return None, True
     return sampler, True
 

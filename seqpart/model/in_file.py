@@ -4,9 +4,10 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,10 +16,46 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from seqpart.device.pages import round_up
 from seqpart.store.direct import explaining
 
-_SMALLEST = 1 << 20
-"""Parameters of fewer bytes stay in memory: each of the others has a mapping of its own."""
+_SMALLEST, _SEGMENT = 1 << 20, 256 << 20
+"""Parameters of fewer bytes stay in memory; the others share mappings of so many, each of which needs a file descriptor."""
 _MAPPED = WeakTensorKeyDictionary()
-"""{parameter: (the mapping, its bytes as a tensor)}."""
+"""{parameter: (the mapping, where it begins there, its bytes as a tensor)}."""
+
+
+class _File:
+    """A file without a name in `folder`, mapped as parameters come."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with explaining(folder):
+            self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (closed by `parameters_in_file`)
+        self.mappings = list[mmap.mmap]()
+        self._size = self._used = 0
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Moves a parameter's values into the file. Raises StoreError on a full disk, where a mapping would end the process."""
+        nbytes = round_up(parameter.nbytes)
+        if not self.mappings or self._used + nbytes > len(self.mappings[-1]):
+            segment = max(_SEGMENT, nbytes)
+            with explaining(self._folder):
+                os.posix_fallocate(self.file.fileno(), self._size, segment)
+                self.mappings.append(mmap.mmap(self.file.fileno(), segment, offset=self._size))
+            self._size, self._used = self._size + segment, 0
+        mapping, start = self.mappings[-1], self._used
+        self._used += nbytes
+        flat = torch.frombuffer(mapping, dtype=torch.uint8, count=parameter.nbytes, offset=start)
+        parameter.data = flat.view(parameter.dtype).view(parameter.shape).copy_(parameter.detach())
+        _MAPPED[parameter] = mapping, start, flat
+
+
+_open: list[_File] = []
+_register: Any = nn.Module.register_parameter
+
+
+def _in_file(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if _open and parameter is not None and _may_move(parameter):
+        _open[-1].take(parameter)
+    _register(self, name, parameter)
 
 
 @contextmanager
@@ -27,52 +64,50 @@ def parameters_in_file(folder: str | Path) -> Iterator[None]:
     initialized there as always, to the same values, and the kernel may take their pages back at any time.
 
     The file has no name and is gone with the last of them. Parameters under 1 MiB stay in memory, and those that are no plain
-    ones on the CPU. Raises StoreError where the folder cannot be written, or the disk is full.
+    ones on the CPU, or share their memory with another tensor. Raises StoreError where the folder cannot be written, or the
+    disk is full.
     """
-    register, size, found = nn.Module.register_parameter, 0, list[mmap.mmap]()
-    with ExitStack() as stack:
-        with explaining(Path(folder)):
-            file = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
-
-        def in_file(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            nonlocal size
-            if parameter is not None and _may_move(parameter):
-                with explaining(Path(folder)):
-                    found.append(_moved(parameter, file.fileno(), size))
-                size += len(found[-1])
-            register(self, name, parameter)
-
-        with patch.object(nn.Module, "register_parameter", in_file):
+    global _register
+    opened, modules = _File(Path(folder)), cast(Any, nn.Module)
+    if not _open:
+        _register, modules.register_parameter = nn.Module.register_parameter, _in_file
+    _open.append(opened)
+    try:
+        with opened.file:
             yield
-    for mapping in found:
+    finally:
+        _open.remove(opened)  # another may have been opened since, by another thread
+        if not _open:
+            modules.register_parameter = _register
+    for mapping in opened.mappings:
         mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def _may_move(parameter: nn.Parameter) -> bool:
-    plain = type(parameter) is nn.Parameter and parameter.device.type == "cpu" and parameter.is_contiguous()
-    return plain and parameter.nbytes >= _SMALLEST and not is_in_file(parameter)
+    plain = type(parameter) is nn.Parameter and parameter.device.type == "cpu" and parameter.layout is torch.strided
+    plain = plain and not parameter.is_quantized and parameter.is_contiguous() and parameter.nbytes >= _SMALLEST
+    return plain and not is_in_file(parameter) and _holders(parameter) == _alone()
 
 
-def _moved(parameter: nn.Parameter, file: int, offset: int) -> mmap.mmap:
-    """Moves a parameter's values to the end of the file. Raises OSError where the disk is full: the mapping would end the
-    process."""
-    nbytes = round_up(parameter.nbytes)
-    os.posix_fallocate(file, offset, nbytes)
-    mapping = mmap.mmap(file, nbytes, offset=offset)
-    flat = torch.frombuffer(mapping, dtype=torch.uint8)
-    place = flat[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
-    parameter.data = place.copy_(parameter.detach())
-    _MAPPED[parameter] = mapping, flat
-    return mapping
+def _holders(tensor: torch.Tensor) -> int:
+    """Returns how many hold the tensor's memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+@cache
+def _alone() -> int:
+    return _holders(nn.Parameter(torch.empty(1)))
 
 
 def is_in_file(parameter: torch.Tensor) -> bool:
     """True if the parameter's values lie in a file."""
     if parameter not in _MAPPED:
         return False
-    return bool(_MAPPED[parameter][1].untyped_storage()._cdata == parameter.untyped_storage()._cdata)
+    return bool(_MAPPED[parameter][2].untyped_storage()._cdata == parameter.untyped_storage()._cdata)
 
 
 def let_pages_go(parameter: torch.Tensor) -> None:
     """Gives the pages of a parameter that lies in a file back to the kernel; its values stay there."""
-    _MAPPED[parameter][0].madvise(mmap.MADV_DONTNEED)
+    if parameter in _MAPPED:
+        mapping, start, flat = _MAPPED[parameter]
+        mapping.madvise(mmap.MADV_DONTNEED, start, round_up(len(flat)))

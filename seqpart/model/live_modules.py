@@ -407,7 +407,8 @@ def _taken(tensor: torch.Tensor, pieces: dict[int, _Piece], places: list[tuple[n
     start, end = range_of(tensor)
     end = end if tensor.numel() and not empty else start
     first = start // _ALIGNED * _ALIGNED
-    piece = pieces.setdefault(storage._cdata, _Piece(weakref.ref(storage), tensor.device, first, end, is_in_file(tensor)))
+    piece = pieces.setdefault(storage._cdata, _Piece(weakref.ref(storage), tensor.device, first, end, False))
+    piece.in_file = piece.in_file or is_in_file(tensor)
     piece.first, piece.last = min(piece.first, first), max(piece.last, end)
     return _Taken(tensor, piece, start, empty, tuple(tensor.shape), tuple(tensor.stride()), places)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset, WeightedRandomSampler
 
 from seqpart import Trainer
 from seqpart.data.boundary_cache import Boundaries
@@ -444,3 +444,13 @@ def test_a_trainer_takes_another_loader_the_next_time():
         assert plan.partitions[0].micro_batch == batch
     with pytest.raises(DataError, match=r"without a sampler"):
         trainer.plan(Noisy(), DataLoader(Noisy(), batch_size=4, sampler=[1, 2, 3]))
+
+
+def test_a_sampler_of_torch_over_other_numbers_than_the_data_set_s_is_one_of_its_own():
+    """`SequentialSampler(range(20))` over 40 rows was taken for their order: all 40 were trained and tested."""
+    rows = TensorDataset(torch.randn(40, 6), torch.arange(40) % 4)
+    loader = DataLoader(rows, 10, sampler=SequentialSampler(range(20)))
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    trainer = Trainer(model, mem_limit="2GB", method="full", batch_size=10, quiet=True)
+    with pytest.raises(DataError, match="all rows of it are tested, in order"):
+        trainer.evaluate(loader)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from torch import nn
 
 from seqpart import Trainer, parameters_in_file
@@ -81,6 +82,58 @@ def test_a_run_that_ends_early_leaves_the_model_as_it_was(tmp_path):
             data(), callbacks=[Ends()]
         )
     assert same(model, network())
+
+
+class Aliased(nn.Module):
+    """Initializes the tensor that its parameter was made of, and ties a layer by `.data`."""
+
+    def __init__(self):
+        super().__init__()
+        made = torch.empty(WIDTH, WIDTH)
+        self.weight = nn.Parameter(made)
+        nn.init.constant_(made, 3.0)
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.other.weight = nn.Parameter(self.one.weight.data)
+        nn.init.constant_(self.one.weight, 2.0)
+
+    def forward(self, x):
+        return self.other(self.one(x @ self.weight))
+
+
+def test_a_parameter_does_not_lose_the_tensor_that_it_was_made_of(tmp_path):
+    """It was moved away from it: values that came later were lost, and training began with zeros."""
+    with parameters_in_file(tmp_path):
+        found = Aliased()
+    assert torch.equal(found.weight, torch.full((WIDTH, WIDTH), 3.0)) and not is_in_file(found.weight)
+    assert torch.equal(found.other.weight, found.one.weight) and found.one.weight[0, 0] == 2
+    assert found.other.weight.data_ptr() == found.one.weight.data_ptr()
+
+
+def test_a_thousand_parameters_need_few_descriptors_and_any_file_format_takes_them(tmp_path):
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with parameters_in_file(tmp_path):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(60)))
+    assert len([*Path("/proc/self/fd").iterdir()]) <= before + 1
+    save_model(model, str(tmp_path / "weights.safetensors"))
+    assert sum(is_in_file(parameter) for parameter in model.parameters()) == 60
+
+
+def test_contexts_that_end_in_another_order_leave_modules_as_they_were(tmp_path):
+    before, (one, two) = nn.Module.register_parameter, [parameters_in_file(tmp_path) for _ in range(2)]
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert is_in_file(nn.Linear(WIDTH, WIDTH).weight)
+    two.__exit__(None, None, None)
+    assert nn.Module.register_parameter is before and not is_in_file(nn.Linear(WIDTH, WIDTH).weight)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_parameters_that_are_no_plain_ones_stay_in_memory(tmp_path):
+    layer = nn.Module()
+    with parameters_in_file(tmp_path):
+        layer.weight = nn.Parameter(torch.eye(600).to_sparse_csr(), requires_grad=False)
+    assert layer.weight.layout is torch.sparse_csr
 
 
 def test_large_weights_take_no_memory(tmp_path):
