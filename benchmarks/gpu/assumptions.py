@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import record
+from benchmarks.gpu import refusing_in_words
 from benchmarks.gpu.measures import MEASURES, Bench, Measure, Row, rows_of
 from seqpart.device.card import Hardware, load, names
 from seqpart.device.device import Device
@@ -111,17 +112,16 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@refusing_in_words
 def main(words: Sequence[str] | None = None) -> int:
     options = arguments(words)
-    try:
-        device = open_device(options.device)
-        assumed = table_for(device, options.assume)
-    except OptionError as error:
-        print(f"refused: {error.with_flags}", file=sys.stderr)
-        return error.exit_code
+    device = open_device(options.device)
+    assumed = table_for(device, options.assume)
     rows = kept("gpu-assumptions", Bench(device=device, assumed=assumed, folder=options.folder, quick=options.quick), MEASURES)
     failed = any(row.note.startswith("failed") for row in rows)
-    return _calibrate(options.calibrate, device, rows, assumed) or int(failed)
+    if options.calibrate is not None:
+        _calibrate(options.calibrate, device, rows, assumed)
+    return int(failed)
 
 
 def kept(name: str, bench: Bench, measures: Iterable[Measure]) -> list[Row]:
@@ -139,17 +139,10 @@ def kept(name: str, bench: Bench, measures: Iterable[Measure]) -> list[Row]:
     return rows
 
 
-def _calibrate(path: Path | None, device: Device, rows: Sequence[Row], assumed: Hardware | None) -> int:
-    if path is None:
-        return 0
-    try:
-        text, missing = calibrated(device, rows, assumed)
-    except OptionError as error:
-        print(f"refused: {error.with_flags}", file=sys.stderr)
-        return error.exit_code
+def _calibrate(path: Path, device: Device, rows: Sequence[Row], assumed: Hardware | None) -> None:
+    text, missing = calibrated(device, rows, assumed)
     write_text(path, text)
     print(f"{path}: {load(str(path)).name}" + (f"; assumed, not measured: {', '.join(missing)}" if missing else ""))
-    return 0
 
 
 if __name__ == "__main__":

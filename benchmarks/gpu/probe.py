@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from benchmarks.gpu import refusing_in_words
 from benchmarks.gpu.assumptions import kept
 from benchmarks.gpu.measures import MIB, Bench, Row
 from seqpart.device.device import DOWN, UP
 from seqpart.device.opening import open_device
 from seqpart.device.pages import bytes_of
 from seqpart.device.usage import MemoryUsage
-from seqpart.errors import OptionError
 from seqpart.store.direct import DirectFile
 from seqpart.store.layout import ALIGNMENT
 
@@ -154,17 +154,14 @@ def chance(bench: Bench) -> Iterator[Row]:
 PROBES = (versions, nvml, links, direct, cap, alignment, chance)
 
 
+@refusing_in_words
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, sim or sim:CARD")
     parser.add_argument("--folder", type=Path, default=Path(), help="whose disk is tried (default: here)")
     parser.add_argument("--quick", action="store_true", help="sizes that a processor can do, for the simulated device")
     options = parser.parse_args(words)
-    try:
-        device = open_device(options.device)
-    except OptionError as error:
-        print(f"refused: {error.with_flags}", file=sys.stderr)
-        return error.exit_code
+    device = open_device(options.device)
     bench = Bench(device=device, assumed=device.hardware, folder=options.folder, quick=options.quick)
     return int(any(row.note.startswith("failed") for row in kept("gpu-probe", bench, PROBES)))
 

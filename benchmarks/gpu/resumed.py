@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import children, record
+from benchmarks.gpu import refusing_in_words
 from seqpart.device.opening import open_device
-from seqpart.errors import OptionError
 
 _PATIENCE = 120.0
 
@@ -46,17 +46,14 @@ def weights_of(job: Sequence[str], folder: Path, kills: int = 0) -> dict[str, An
     return {"weights": hashlib.sha256(weights.read_bytes()).hexdigest(), "killed": killed}
 
 
+@refusing_in_words
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a small network, and one kill")
     options = parser.parse_args(words)
-    try:
-        kind = open_device(options.device).kind
-    except OptionError as error:
-        print(f"refused: {error.with_flags}", file=sys.stderr)
-        return error.exit_code
+    kind = open_device(options.device).kind
     size = "--width 64 --depth 4 --mem-limit 400MB" if options.quick else "--width 1024 --depth 12 --mem-limit 1.5GB"
     size += " --method streamed --batch-size 128 --epochs 2 --save-every 2 --seed 7 --quiet"
     job = [*size.split(), "--device", options.device]

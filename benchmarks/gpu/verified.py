@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from benchmarks import record
+from benchmarks.gpu import refusing_in_words
 from seqpart.device.opening import open_device
-from seqpart.errors import OptionError
 from seqpart.verify import verify
 
 Data = tuple[torch.Tensor, torch.Tensor]
@@ -98,17 +98,14 @@ def verified(made: Callable[[bool], tuple[nn.Module, Data, Any]], options: argpa
     return {"equal": found.comparisons, "partitions": len(found.plan.partitions), "seconds": time.perf_counter() - began}
 
 
+@refusing_in_words
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--limit", default="2GB")
     parser.add_argument("--quick", action="store_true", help="small models")
     options = parser.parse_args(words)
-    try:
-        kind = open_device(options.device).kind
-    except OptionError as error:
-        print(f"refused: {error.with_flags}", file=sys.stderr)
-        return error.exit_code
+    kind = open_device(options.device).kind
     result: dict[str, dict[str, Any]] = {}
     for name, made in MODELS.items():
         result[name] = verified(made, options)

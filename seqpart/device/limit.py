@@ -181,12 +181,10 @@ def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0)
     now = read_process()
     if now.held + beside >= limit:
         raise too_small(limit, now.held + beside)
-    code, granted, lent, over, me = generated_code(), 0, 0, False, object()
-    unused_before = now.data - now.anon
-    unused = unused_before + untouched
+    unused, code, granted, lent, over, me = now.data - now.anon, generated_code(), 0, 0, False, object()
 
     def set_limit() -> None:
-        _DATA_LIMIT.hold(me, limit - beside + unused + granted + lent)
+        _DATA_LIMIT.hold(me, limit - beside + unused + untouched + granted + lent)
 
     def grant(*, at_rest: bool = False, untouched: int = 0) -> bool:
         nonlocal granted, lent
@@ -195,7 +193,7 @@ def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0)
         more = (generated_code() - code) * 15 // 16
         if at_rest:
             now = read_process()
-            more = max(more, now.data - now.anon - unused_before)
+            more = max(more, now.data - now.anon - unused)
         grown, changed = more > granted, untouched != lent
         granted, lent = max(granted, more), untouched
         if grown or changed:

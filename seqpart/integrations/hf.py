@@ -83,7 +83,7 @@ class Trainer:
         self._early = {name: getattr(self.args, name) for name in ("bf16", "label_smoothing_factor")}
         self._options, self._padding = options, padding
         self._refuse()
-        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+        self._seed()
         self.model: nn.Module = model if model_init is None else model_init()
         self.data_collator = hf_data.collator_of(data_collator, processing_class)
         self._relay = Relay(self.args, self.model, processing_class, callbacks or ())
@@ -141,7 +141,7 @@ class Trainer:
         self._refuse_empty("train")
         self._refuse()
         if self.model_init is not None:
-            (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+            self._seed()
             self._ours = None
             self.model = self.model_init()
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
@@ -338,6 +338,9 @@ class Trainer:
         if given != (None, None):
             return hf_arguments.as_given(given, self.model, hf_arguments.schedule_of(self.args, updates))
         return hf_arguments.of_arguments(self.args, self.model, updates, self.optimizer_cls_and_kwargs)
+
+    def _seed(self) -> None:
+        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
 
     def _refuse(self) -> None:
         """Raises OptionError for arguments that cannot be honoured, or contradict each other."""

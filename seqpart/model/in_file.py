@@ -107,7 +107,7 @@ def is_in_file(parameter: torch.Tensor) -> bool:
 
 
 def let_pages_go(parameter: torch.Tensor) -> None:
-    """Gives the pages of a parameter that lies in a file back to the kernel; its values stay there."""
+    """Gives the pages of a parameter, if it lies in a file, back to the kernel; its values stay there."""
     if parameter in _MAPPED:
         mapping, start, flat = _MAPPED[parameter]
         mapping.madvise(mmap.MADV_DONTNEED, start, round_up(len(flat)))

@@ -322,8 +322,7 @@ class LiveModules:
     def keep(self, block: Block) -> None:
         """Makes `give_back` leave the block's module with the values that it has now."""
         for name, taken in self._taken.pop(block.number, {}).items():
-            if taken.piece.in_file:
-                let_pages_go(taken.tensor)
+            let_pages_go(taken.tensor)
             if taken.places and block.alive is not None and (now := tensors_of(block.alive).get(name)) is not None:
                 taken.back(now)
 
