@@ -233,7 +233,7 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
             found = run_on_rows(model, rows, asked.form, named)
             if labels is None or labels.loss is None:
                 return found
-            logits = judged_output(model, found)
+            logits = scored_output(model, found)
             return {"loss": labels.loss(logits, own_labels[0]), "logits": logits}
 
         def ran(*, again: bool = False) -> tuple[Recorder, Any]:
@@ -264,7 +264,7 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
             found = _recorded_by(recorder, join)
         without = frozenset[int]() if labels is None else following(LABELS, recorder.ops)
         if loss is None:
-            number = recorder.known(judged_output(model, found, outputs.why_not if outputs else ""))
+            number = recorder.known(scored_output(model, found, outputs.why_not if outputs else ""))
         else:
             number = recorder.known(found) if join else loss.takes[0]
         head = None
@@ -301,7 +301,7 @@ def run_on_rows(
     return model(**{name: rows}, **labels) if isinstance(name, str) else model(rows, **labels)
 
 
-def judged_output(model: nn.Module, found: Any, why_not: str = "") -> torch.Tensor:
+def scored_output(model: nn.Module, found: Any, why_not: str = "") -> torch.Tensor:
     """Returns the output tensor that the loss takes, from whatever the model returned. why_not: why it does not take all."""
     if isinstance(found, torch.Tensor):
         return found

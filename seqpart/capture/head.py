@@ -35,13 +35,13 @@ def built(head: RecordedHead, segment: Segment) -> Head:
     return Head(head.name, (head.inputs, head.classes), parameters, select, scores)
 
 
-def head_of(model: nn.Module, ops: Sequence[Op], judged: int, shapes: Mapping[int, tuple[int, ...]]) -> RecordedHead:
-    """Returns the layer that scores come from, and the calls behind it. judged: their number.
+def head_of(model: nn.Module, ops: Sequence[Op], scored: int, shapes: Mapping[int, tuple[int, ...]]) -> RecordedHead:
+    """Returns the layer that scores come from, and the calls behind it. scored: their number.
 
     Raises ModelError if there is none.
     """
-    maker, number = {made: op for op in ops for made in op.makes}, judged
-    classes, values, slices = shapes[judged][-1], list[Op](), list[Op]()
+    maker, number = {made: op for op in ops for made in op.makes}, scored
+    classes, values, slices = shapes[scored][-1], list[Op](), list[Op]()
     while True:
         op = maker.get(number)
         if op is None:

@@ -1,8 +1,8 @@
 """The loss that a model computes itself from `labels`: the part of its program that its layers do not need.
 
-    loss, layers = everything from the judged output and the labels on, everything up to the judged output
+    loss, layers = everything from the scored output and the labels on, everything up to the scored output
 
-The judged output is what the model returns as `logits` beside its loss; if it returns only the loss, the output of the last
+The scored output is what the model returns as `logits` beside its loss; if it returns only the loss, the output of the last
 layer before it. A loss that takes more of the layers (the mean and variance of a VAE, the balance of experts) gets all that it
 needs and that does not follow the labels, joined. One that takes a parameter of the model is refused: that would have to be
 loaded with the last partition.
@@ -60,11 +60,11 @@ def split_off(
     recorder: Recorder, model: nn.Module, found: Any, total: torch.Tensor, outputs: Outputs | None, *, training: bool
 ) -> tuple[list[torch.Tensor] | None, Program]:  # fmt: skip
     """Returns (what the loss takes beside the labels, the loss as a program of that and the labels), of a run that returned
-    `found`, with the loss `total`. None in the place of the first: the judged output is enough."""
-    loss, one = recorder.known(total), _judged(found)
+    `found`, with the loss `total`. None in the place of the first: the scored output is enough."""
+    loss, one = recorder.known(total), _scored(found)
     with_labels = following(LABELS, recorder.ops)
-    judged, taken = recorder.known(one) if one is not None else _last_given(recorder, loss), None
-    numbers: tuple[int, ...] = () if judged is None else (judged,)
+    scored, taken = recorder.known(one) if one is not None else _last_given(recorder, loss), None
+    numbers: tuple[int, ...] = () if scored is None else (scored,)
 
     def of_the_rest() -> tuple[tuple[Op, ...], set[int], bool]:
         """(ops of the loss, numbers that they lack, true if the loss is no function of `numbers` and the labels)."""
@@ -93,29 +93,29 @@ def split_off(
     return taken, Program(ops=ops, output=loss, shapes=recorder.shapes, learns=frozenset(recorder.learns), takes=numbers)
 
 
-def _frontier(recorder: Recorder, loss: int, judged: torch.Tensor | None, with_labels: set[int]) -> list[torch.Tensor]:
-    """Returns the tensors that do not follow the labels, of those that a loss is computed from; the judged output first."""
+def _frontier(recorder: Recorder, loss: int, scored: torch.Tensor | None, with_labels: set[int]) -> list[torch.Tensor]:
+    """Returns the tensors that do not follow the labels, of those that a loss is computed from; the scored output first."""
     taken: dict[int, None] = {} if loss in with_labels else {loss: None}
     for op in needed_for({loss}, recorder.ops)[0]:
         if op.uses & with_labels:
             taken |= dict.fromkeys(sorted(op.uses - with_labels))
     found = [recorder.tensor(number) for number in taken]
-    return found if judged is None else [judged, *(tensor for tensor in found if tensor is not judged)]
+    return found if scored is None else [scored, *(tensor for tensor in found if tensor is not scored)]
 
 
 def _with_sources(
-    taken: list[torch.Tensor], judged: torch.Tensor | None, recorder: Recorder, outputs: Outputs, training: bool
+    taken: list[torch.Tensor], scored: torch.Tensor | None, recorder: Recorder, outputs: Outputs, training: bool
 ) -> list[torch.Tensor]:  # fmt: skip
     """Returns `taken` with the tensors of rows that numbers of the batch are computed from in the place of these."""
     found: dict[int | str, torch.Tensor] = {}
     for tensor in taken:
-        sources = None if tensor is judged else outputs.sources(tensor, recorder, training=training)
+        sources = None if tensor is scored else outputs.sources(tensor, recorder, training=training)
         found |= {recorder.name(one): one for one in ([tensor] if sources is None else map(recorder.tensor, sorted(sources)))}
     return list(found.values())
 
 
 def refuse_labels_in_layers(model: nn.Module, ops: Iterable[Op]) -> None:
-    """Raises ModelError if the judged output depends on the labels."""
+    """Raises ModelError if the scored output depends on the labels."""
     for op in ops:
         if LABELS in op.uses:
             raise ModelError(
@@ -138,7 +138,7 @@ def loss_of(model: nn.Module, found: Any) -> torch.Tensor:
     )
 
 
-def _judged(found: Any) -> torch.Tensor | None:
+def _scored(found: Any) -> torch.Tensor | None:
     """Returns the tensor beside the loss: the logits, or the only other tensor."""
     named = by_name(found).get("logits")
     others = [leaf for leaf in leaves(by_name(found) or found) if isinstance(leaf, torch.Tensor) and leaf.ndim]
@@ -218,8 +218,8 @@ class OwnLoss:
         """Returns the tensors that the loss takes, of the chain's output."""
         return self._joined.returned(output) if self._joined is not None else (output,)
 
-    def judged(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns the judged output, from the chain's output."""
+    def scored(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns the scored output, from the chain's output."""
         return self._values(output)[0]
 
     def _own(self, labels: torch.Tensor) -> torch.Tensor:
@@ -248,7 +248,7 @@ class OwnLoss:
         cross-entropy only labels of whole rows are known to be classes."""
         targets = self.targets(labels)
         if targets is None:
-            return scores_of(self.judged(output), labels) if labels.ndim == 1 else None
+            return scores_of(self.scored(output), labels) if labels.ndim == 1 else None
         (scores,) = self._scores(*self._values(output), self._own(labels))
         if scores.ndim != 2 or targets.ndim != 1:
             return None

@@ -37,7 +37,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Leftover:
     path: Path
     kind: Kind
     run: Path | None = None
@@ -48,29 +48,29 @@ class Judged:
     """Bytes of homes and rows."""
 
 
-def judged(folder: Folder, *, is_locked: bool = False) -> Judged | None:
+def classified(folder: Folder, *, is_locked: bool = False) -> Leftover | None:
     """Returns the kind of a seqpart directory; None for any other directory. is_locked: true if the caller holds its lock."""
     path = folder.path
     try:
         marker = marker_of(folder)
     except ValueError as error:
         held = scratch_bytes(folder)
-        return Judged(path, Kind.UNKNOWN, why=str(error), held=held) if held else None
+        return Leftover(path, Kind.UNKNOWN, why=str(error), held=held) if held else None
     if marker is None:
         return None
     held = scratch_bytes(folder)
     if not is_locked and lives(folder):
-        return Judged(path, Kind.LIVE)
+        return Leftover(path, Kind.LIVE)
     if marker.directory != path:
-        return Judged(path, Kind.UNKNOWN, why=f"it was copied or moved from {marker.directory}", held=held)
+        return Leftover(path, Kind.UNKNOWN, why=f"it was copied or moved from {marker.directory}", held=held)
     if has_checkpoint(folder):
-        return Judged(path, Kind.RESUMABLE, run=path, held=held)
+        return Leftover(path, Kind.RESUMABLE, run=path, held=held)
     if marker.run is None:
-        return Judged(path, Kind.LEFTOVER, held=held)
-    return _judged_by_its_run(path, marker, held)
+        return Leftover(path, Kind.LEFTOVER, held=held)
+    return _classified_by_its_run(path, marker, held)
 
 
-def _judged_by_its_run(path: Path, marker: Marker, held: int) -> Judged:
+def _classified_by_its_run(path: Path, marker: Marker, held: int) -> Leftover:
     """Judges the homes and rows of a run elsewhere: a leftover only if that run is in its place and does not name them."""
     run = marker.run
     assert run is not None
@@ -79,12 +79,12 @@ def _judged_by_its_run(path: Path, marker: Marker, held: int) -> Judged:
             found = marker_of(folder)
             named, readable = named_scratch(folder)
     except (OSError, ValueError):
-        return Judged(path, Kind.UNKNOWN, why=f"its run {run} does not exist, or cannot be read", held=held)
+        return Leftover(path, Kind.UNKNOWN, why=f"its run {run} does not exist, or cannot be read", held=held)
     if found is None or (found.directory, found.id, found.run) != (run, marker.run_id, None):
-        return Judged(path, Kind.UNKNOWN, why=f"its run was moved from {run}, where there is another now", held=held)
+        return Leftover(path, Kind.UNKNOWN, why=f"its run was moved from {run}, where there is another now", held=held)
     if path in named or not readable:
-        return Judged(path, Kind.RESUMABLE, run=run, held=held)
-    return Judged(path, Kind.LEFTOVER, held=held)
+        return Leftover(path, Kind.RESUMABLE, run=run, held=held)
+    return Leftover(path, Kind.LEFTOVER, held=held)
 
 
 def belongs_to(scratch: Path, run: Marker) -> bool:
@@ -108,7 +108,7 @@ def clean(path: Path) -> int:
     lock = locked(path, wait=0)
     try:
         with Folder.at(path.parent) as parent, parent.inside(path.name) as folder:
-            found = judged(folder, is_locked=True) if folder.uid == os.geteuid() else None
+            found = classified(folder, is_locked=True) if folder.uid == os.geteuid() else None
             if found is None or found.kind is not Kind.LEFTOVER:
                 return 0
             finish_publishing(path)
@@ -129,7 +129,7 @@ def remove_empty(folder: Folder) -> None:
             folder.path.rmdir()
 
 
-def _beside(parent: Path) -> Iterator[Judged]:
+def _beside(parent: Path) -> Iterator[Leftover]:
     """Yields the seqpart directories under `parent`."""
     try:
         opened = Folder.at(parent.resolve())
@@ -138,7 +138,7 @@ def _beside(parent: Path) -> Iterator[Judged]:
     with opened as folder:
         for name in folder.names():
             with folder_inside(folder, name) as inside, contextlib.suppress(OSError):
-                found = judged(inside) if inside is not None and inside.uid == os.geteuid() else None
+                found = classified(inside) if inside is not None and inside.uid == os.geteuid() else None
                 if found is not None:
                     yield found
 
@@ -163,7 +163,7 @@ def resumable(parent: Path) -> dict[Path, int]:
     return held
 
 
-def unknown(parent: Path) -> list[Judged]:
+def unknown(parent: Path) -> list[Leftover]:
     """Returns the directories under `parent` that may be needed or not."""
     return [one for one in _beside(parent) if one.kind is Kind.UNKNOWN]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import seqpart.checkpoint.marker as markers
-from seqpart.checkpoint.leftovers import IGNORE, SCRATCH_PREFIX, Kind, belongs_to, clean, judged, remove_empty
+from seqpart.checkpoint.leftovers import IGNORE, SCRATCH_PREFIX, Kind, belongs_to, classified, clean, remove_empty
 from seqpart.checkpoint.manifest import Manifest, bring
 from seqpart.checkpoint.marker import LOCK, MARKER, Marker
 from seqpart.errors import BadInput, CorruptFile, DirectoryUnusable, Interrupted, OptionError, StoreError, resuming
@@ -167,7 +167,7 @@ class RunDirectory:
         failed: true if the run raises an error of its own; otherwise raises StoreError if the disk fails.
         """
         with self._ending(raises=not failed):
-            found = judged(self._folder, is_locked=True) if self._folder.is_at(self.marker.directory) else None
+            found = classified(self._folder, is_locked=True) if self._folder.is_at(self.marker.directory) else None
             if found is not None and found.kind is Kind.LEFTOVER:
                 clear_scratch(self._folder)
                 remove_empty(self._folder)

@@ -53,7 +53,7 @@ def _nbytes(columns: Sequence[Column]) -> int:
 class RowPack:
     """Layout of one boundary: the columns of its rows, and the values that are kept once."""
 
-    judged: int
+    loss_input: int
     """Number of the value that the loss of the boundary's partition takes."""
     layout: RowLayout
     columns: tuple[Column, ...]
@@ -71,9 +71,9 @@ class RowPack:
         return len(self.columns) == 1 and not self.once
 
     @property
-    def judged_bytes(self) -> int:
+    def loss_input_bytes(self) -> int:
         """Bytes of a row's value that the loss takes."""
-        return next((column.nbytes for column in self.columns if column.number == self.judged), self.layout.nbytes)
+        return next((column.nbytes for column in self.columns if column.number == self.loss_input), self.layout.nbytes)
 
     @property
     def once_layout(self) -> RowLayout:
@@ -115,37 +115,37 @@ class RowPacks:
 
     def _find(self, last: int) -> RowPack:
         costs = self._costs_at(self._rows)
-        judged, live = costs[last].result, passing(costs, last)
+        result, live = costs[last].result, passing(costs, last)
         more = self._rows + 1  # one more row shows which tensors grow with the rows
         try:
-            other = [judged.with_rows(more)] if live == (judged,) else passing(self._costs_at(more), last)
+            other = [result.with_rows(more)] if live == (result,) else passing(self._costs_at(more), last)
         except (DataError, ModelError):
-            return self._unfit(judged, f"several tensors pass there, of a model that takes batches of {self._rows} rows alone")
+            return self._unfit(result, f"several tensors pass there, of a model that takes batches of {self._rows} rows alone")
         shapes = {value.number: value.shape for value in other}
         growing = [value for value in live if shapes[value.number] != value.shape]
         with_rows = [value for value in growing if shapes[value.number] == value.with_rows(more).shape]
         if unclear := [value.shape for value in growing if value not in with_rows]:
-            return self._unfit(judged, f"a tensor of shape {unclear[0]} passes there, whose first dimension is not the rows")
-        if judged not in with_rows or not judged.dtype.is_floating_point:
-            return self._unfit(judged, "that is not a row of floats for each sample")
-        columns = self._columns(with_rows, judged, 1)
+            return self._unfit(result, f"a tensor of shape {unclear[0]} passes there, whose first dimension is not the rows")
+        if result not in with_rows or not result.dtype.is_floating_point:
+            return self._unfit(result, "that is not a row of floats for each sample")
+        columns = self._columns(with_rows, result, 1)
         one = columns[0] if len(columns) == 1 else None
         layout = RowLayout(one.shape, one.dtype) if one is not None else RowLayout((_nbytes(columns),), torch.uint8)
-        return RowPack(judged.number, layout, columns, self._columns([v for v in live if v not in with_rows], judged, 0))
+        return RowPack(result.number, layout, columns, self._columns([v for v in live if v not in with_rows], result, 0))
 
-    def _columns(self, values: Sequence[Value], judged: Value, first: int) -> tuple[Column, ...]:
+    def _columns(self, values: Sequence[Value], result: Value, first: int) -> tuple[Column, ...]:
         """Returns the columns of `values`. first: the first dimension that is kept."""
         columns, offset = list[Column](), 0
         for value in values:
-            learns = first and (value == judged or (value.learns and value.giver >= 0))
+            learns = first and (value == result or (value.learns and value.giver >= 0))
             dtype = self._cache_type if learns else value.dtype
             assert dtype is not None
             columns.append(Column(value.number, value.shape[first:], dtype, offset))
             offset += columns[-1].nbytes
         return tuple(columns)
 
-    def _unfit(self, judged: Value, why_not: str) -> RowPack:
-        return RowPack(judged.number, RowLayout(judged.shape[1:], judged.dtype), (), why_not=why_not)
+    def _unfit(self, result: Value, why_not: str) -> RowPack:
+        return RowPack(result.number, RowLayout(result.shape[1:], result.dtype), (), why_not=why_not)
 
 
 class PackWriter:
@@ -164,8 +164,8 @@ class PackWriter:
         """
         pack = self._pack
         found = {c.number: given[c.number] if c.number in given else passed_by(c.number) for c in (*pack.columns, *pack.once)}
-        count = len(found[pack.judged])
-        rows = found[pack.judged] if len(pack.columns) == 1 else self._joined(pack.columns, found, count)
+        count = len(found[pack.loss_input])
+        rows = found[pack.loss_input] if len(pack.columns) == 1 else self._joined(pack.columns, found, count)
         self._rows.append(rows)
         if self._once is not None:
             self._keep_once(self._joined(pack.once, found, 1))

@@ -155,8 +155,8 @@ class Trainer:
         if resume is not None and (resume / RUN).is_dir():
             resume /= RUN
         began = time.time()
-        with self._judge(wanted_of(self.args, self._sets)[1]) as judge:
-            self._relay.begin(lengths, self._sets, judge.names if judge is not None else ())
+        with self._collecting(wanted_of(self.args, self._sets)[1]) as collector:
+            self._relay.begin(lengths, self._sets, collector.names if collector is not None else ())
             if resume is not None and has_checkpoint(resume):
                 self._relay.recall(as_state(manifests.load(resume)).loop.evaluations.all)
             if self.args.eval_on_start:
@@ -164,7 +164,7 @@ class Trainer:
             with self._empty_model("train"):
                 try:
                     self.result = trainer.fit(
-                        train, tests, resume=resume, callbacks=[self._relay], compute_metrics=judge if self._tests else None
+                        train, tests, resume=resume, callbacks=[self._relay], compute_metrics=collector if self._tests else None
                     )
                 except Interrupted as interrupted:
                     raise Interrupted(interrupted.directory, "train(resume_from_checkpoint=True)") from None
@@ -189,9 +189,9 @@ class Trainer:
         if isinstance(data, dict):
             parts = (self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}") for name, one in data.items())
             return {name: value for part in parts for name, value in part.items()}
-        with self._judge() as judge:
+        with self._collecting() as collector:
             data, batches = self._read("eval_dataset", data)
-            metrics = self._judged(data, batches, ignore_keys, metric_key_prefix, judge)
+            metrics = self._evaluated(data, batches, ignore_keys, metric_key_prefix, collector)
         self._relay.evaluated(metrics)
         return metrics
 
@@ -199,13 +199,13 @@ class Trainer:
         """Returns predictions and labels, mapped from files, and metrics; for rows without labels only predictions."""
         test_dataset, batches = self._read("test_dataset", test_dataset)
         if labelled := batches.labelled(test_dataset):
-            judges = self._predictions()
+            collecting = self._predictions()
         else:
             batches = batches.with_labels_like(self.train_dataset)
-            judges = Predictions(None, self.preprocess_logits_for_metrics, self._folder())
-        with closing(judges) as judge:
-            metrics = self._judged(test_dataset, batches, ignore_keys, metric_key_prefix, judge)
-            predictions, labels = judge.arrays()
+            collecting = Predictions(None, self.preprocess_logits_for_metrics, self._folder())
+        with closing(collecting) as collector:
+            metrics = self._evaluated(test_dataset, batches, ignore_keys, metric_key_prefix, collector)
+            predictions, labels = collector.arrays()
         if not labelled:
             del metrics[f"{metric_key_prefix}_loss"]
         self._relay.predicted(metrics)
@@ -266,7 +266,7 @@ class Trainer:
 
     def _own_loss(self) -> AbstractContextManager[None]:
         """A context in which the model computes the loss of a compute_loss that is overridden."""
-        return hf_losses.judged_by(self.model, self.compute_loss) if self._overridden else nullcontext()
+        return hf_losses.with_compute_loss(self.model, self.compute_loss) if self._overridden else nullcontext()
 
     def _own_fields(self) -> set[str]:
         """Names of arguments that somebody else honours."""
@@ -387,8 +387,8 @@ class Trainer:
         tests = {name: _in_order(*one) for name, one in zip(self._sets, rest, strict=False)}
         return loader, tests if isinstance(self.eval_dataset, dict) and tests else tests.get("")
 
-    def _judged(
-        self, data: Any, batches: hf_data.Batches, ignore_keys: object, prefix: str, judge: Predictions | None
+    def _evaluated(
+        self, data: Any, batches: hf_data.Batches, ignore_keys: object, prefix: str, collector: Predictions | None
     ) -> dict[str, Any]:
         """Returns the metrics of an evaluation."""
         if ignore_keys is not None:
@@ -396,14 +396,14 @@ class Trainer:
         began = time.time()
         ((data, batches),) = hf_data.padded_alike([(data, batches)])
         with self._empty_model("evaluate"):
-            found = self._trainer().evaluate(_in_order(data, batches), compute_metrics=judge)
+            found = self._trainer().evaluate(_in_order(data, batches), compute_metrics=collector)
         metrics: dict[str, Any] = {f"{prefix}_{one}": value for one, value in found.metrics.items()}
         metrics[f"{prefix}_loss"] = found.loss
         steps = math.ceil(len(data) / batches.size)
         metrics |= speed_metrics(prefix, began, num_samples=len(data), num_steps=steps)
         return metrics
 
-    def _judge(self, wanted: str = "loss") -> AbstractContextManager[Predictions | None]:
+    def _collecting(self, wanted: str = "loss") -> AbstractContextManager[Predictions | None]:
         """Returns the collector of predictions for compute_metrics, if there is one."""
         if self.compute_metrics is None or self.args.prediction_loss_only:
             return nullcontext()

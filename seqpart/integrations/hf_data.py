@@ -252,10 +252,10 @@ class Predictions:
     """
 
     def __init__(
-        self, judge: Callable[[Any], Mapping[str, Any]] | None,
+        self, compute_metrics: Callable[[Any], Mapping[str, Any]] | None,
         first: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None, folder: Path, wanted: str = "loss",
     ) -> None:  # fmt: skip
-        self._judge, self._first, self._folder, self._wanted = judge, first, folder, wanted
+        self._compute_metrics, self._first, self._folder, self._wanted = compute_metrics, first, folder, wanted
         self._files: list[_Rows] = []
         self.names = set[str]()
         """The names of all metrics that were found."""
@@ -284,12 +284,12 @@ class Predictions:
 
     def compute(self) -> dict[str, Any]:
         """Returns the metrics. Raises OptionError."""
-        if self._judge is None:
+        if self._compute_metrics is None:
             return {}
         from transformers import EvalPrediction
 
         predictions, labels = self.arrays()
-        found = self._judge(EvalPrediction(predictions=predictions, label_ids=labels))
+        found = self._compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
         named = {name.removeprefix("eval_"): value for name, value in found.items()}
         self.names.update(named)
         if self._wanted not in {"loss", *named}:

@@ -82,7 +82,7 @@ def _is_shifted(model: nn.Module) -> bool:
 
 
 @contextmanager
-def judged_by(model: nn.Module, compute_loss: Callable[..., Any]) -> Iterator[None]:
+def with_compute_loss(model: nn.Module, compute_loss: Callable[..., Any]) -> Iterator[None]:
     """A context in which `model`, given a batch by name, returns the loss that a Trainer's compute_loss finds for it, and the
     logits."""
     own, inside = model.forward, False

@@ -16,7 +16,7 @@ from seqpart.data.splits import Split
 from seqpart.errors import ModelError, OptionError
 from seqpart.model.blocks import Chain
 from seqpart.model.losses import LossFunction, LossName, scores_of
-from seqpart.model.reductions import BY_ROWS, Held, LossValue, Reduction, judged, refuse_parts, takes_classes_first
+from seqpart.model.reductions import BY_ROWS, Held, LossValue, Reduction, loss_value, refuse_parts, takes_classes_first
 from seqpart.model.tensors import RefuseAway
 from seqpart.schedule.lengths import AT_THE_END, Interval
 from seqpart.schedule.phase import Order, Phase, PhaseKind, Span
@@ -182,10 +182,10 @@ class TrueLoss:
     def __call__(self, output: torch.Tensor, labels: torch.Tensor, span: Span | None = None) -> LossValue:
         """span: the micro-batch's place in its update."""
         if self._seen or isinstance(output, FakeTensor):  # no weights are loaded while a plan is made
-            return judged(self._function, self._reduction, output, labels, span)
+            return loss_value(self._function, self._reduction, output, labels, span)
         self._seen = True
         with RefuseAway(_LOSS_READS_WEIGHTS):
-            return judged(self._function, self._reduction, output, labels, span)
+            return loss_value(self._function, self._reduction, output, labels, span)
 
     def hold(self, output: torch.Tensor, labels: torch.Tensor, span: Span, micro_batches: int) -> None:
         """Holds an update's outputs, to compare the losses of its micro-batches with that of the whole batch, if only a trial
@@ -210,7 +210,7 @@ class TrueLoss:
         own: Any = self._function
         if self.takes_all:
             return own.returned(output)
-        return own.judged(output) if hasattr(own, "judged") else output
+        return own.scored(output) if hasattr(own, "scored") else output
 
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if (scores := getattr(self._function, "scores", None)) is not None:

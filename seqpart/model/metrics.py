@@ -221,7 +221,7 @@ class MetricSinks:
     def of_set(self, name: str) -> Metrics:
         return self._of_sets.setdefault(name, Metrics())
 
-    def judged(
+    def collect(
         self, phase: Phase, outputs: torch.Tensor, labels: torch.Tensor, returned: Callable[[torch.Tensor], Any], name: str = ""
     ) -> None:
         """Adds rows to the user's metrics. returned: makes of the outputs what the model returned. name: their test set."""

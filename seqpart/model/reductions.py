@@ -94,7 +94,7 @@ class LossValue(NamedTuple):
         return loss.detach().double() * (1.0 if self.kind is Kind.SUM else self.weight)
 
 
-def judged(
+def loss_value(
     loss: LossFunction, reduction: Reduction | None, output: torch.Tensor, labels: torch.Tensor, span: Span | None = None
 ) -> LossValue:
     """Computes `loss` of one micro-batch. If nothing in it counts, loss and gradients are zero.
@@ -123,17 +123,17 @@ def judged(
     return LossValue(total / (count or 1.0), count, Kind.COUNTED, parts)
 
 
-def share_of_update(verdict: LossValue, span: Span) -> tuple[float, float]:
+def share_of_update(value: LossValue, span: Span) -> tuple[float, float]:
     """Returns (factor of a micro-batch's loss in its update, the weight it counted if the update is divided by their sum)."""
     part = (span.stop - span.start) / span.update_rows
-    if part < 1.0 and verdict.kind is Kind.COUNTED:
-        return verdict.weight / span.update_rows, verdict.weight
-    if part < 1.0 and verdict.kind is Kind.WHOLE:
+    if part < 1.0 and value.kind is Kind.COUNTED:
+        return value.weight / span.update_rows, value.weight
+    if part < 1.0 and value.kind is Kind.WHOLE:
         raise OptionError(
             "memory ran out for a whole batch, and its loss is not the sum of its micro-batches': give a larger --mem-limit, "
             "or a smaller --batch-size with the same --micro-batch-size."
         )
-    return 1.0 if verdict.kind is Kind.SUM else part, 0.0
+    return 1.0 if value.kind is Kind.SUM else part, 0.0
 
 
 def total_of(found: Any) -> torch.Tensor:
@@ -374,7 +374,7 @@ class _Trial:
         for labels, like in self._cases():
             output = change(like(torch.randn(len(labels), *self._shape, dtype=self._dtype)))
             at = self._rows[0]
-            whole, *parts = (self._judge(output[a:b], labels[a:b]) for a, b in ((0, None), (0, at), (at, None)))
+            whole, *parts = (self._try(output[a:b], labels[a:b]) for a, b in ((0, None), (0, at), (at, None)))
             if like is not torch.positive and not math.isfinite(whole[0]):
                 continue
             pairs = pairs or whole[1] is not None
@@ -425,7 +425,7 @@ class _Trial:
                 found.add(Kind.COUNTED)
         return found
 
-    def _judge(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[float, float | None]:
+    def _try(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[float, float | None]:
         """Returns (loss, count or None); a mean over nothing is 0."""
         count = None
         if self._known is not None and self._known.counts is not None:
@@ -442,7 +442,7 @@ class _Trial:
     def _differs(self, *seeds: int) -> bool:
         """True if the loss of the same outputs differs between these seeds."""
         output, labels = self._outputs()(torch.randn(sum(self._rows), *self._shape, dtype=self._dtype)), next(self._batches())
-        (one, _), (other, _) = [(seed_all(seed), self._judge(output, labels))[1] for seed in seeds]
+        (one, _), (other, _) = [(seed_all(seed), self._try(output, labels))[1] for seed in seeds]
         return abs(one - other) > 1e-6 * abs(one)
 
     def _outputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -450,7 +450,7 @@ class _Trial:
         output, labels, problem = torch.randn(sum(self._rows), *self._shape, dtype=self._dtype), next(self._batches()), ""
         for change in (torch.positive, torch.sigmoid, functools.partial(F.log_softmax, dim=-1)):
             try:
-                if math.isfinite(self._judge(change(output), labels)[0]):
+                if math.isfinite(self._try(change(output), labels)[0]):
                     return change
             except OptionError:
                 raise
@@ -512,7 +512,7 @@ class Held:
             warnings.simplefilter("ignore")
             try:
                 with torch.autocast(whole[0].device.type, enabled=False):
-                    found = [judged(loss, reduction, output.double(), labels) for output, labels in (whole, *self._parts)]
+                    found = [loss_value(loss, reduction, output.double(), labels) for output, labels in (whole, *self._parts)]
             except Exception:
                 return True
         (total, *totals), (weight, *weights) = [float(one.total) for one in found], [one.weight for one in found]

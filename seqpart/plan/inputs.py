@@ -312,13 +312,13 @@ class Inputs:
         last, batch = self.costs_at(self.full_batch)[-1], self.settings.micro_batch_size
         sizes = {*values_of(self.settings.batch_size), self.settings.recovery_batch_size or self.largest_batch}
         divided = None if {min(size, self.train.count) for size in sizes} == {batch} else self.full_batch
-        shape, dtype, labels = self._judged_shape(last), last.output_dtype, self.train.labels
+        shape, dtype, labels = self._loss_input_shape(last), last.output_dtype, self.train.labels
         found = reduction_of(
             self._final_loss, shape, dtype, labels, self.test.labels, batch=divided, chosen=batch is not None
         )  # fmt: skip
         return found if self.chain.head is None else replace(found, tried=False)  # a cross-entropy, whose outputs are not held
 
-    def _judged_shape(self, last: BlockCost) -> tuple[int, ...]:
+    def _loss_input_shape(self, last: BlockCost) -> tuple[int, ...]:
         """Shape of one row of what the loss takes: the chain's output, or that of the head behind it."""
         head = self.chain.head
         return last.output_shape if head is None else (*last.output_shape[:-1], head.shape[1])
@@ -582,7 +582,7 @@ class Inputs:
                 method, label_bytes, micro_batch, block.output_shape, block.output_dtype, is_last, request.loss_chunks
             )
 
-        refuse_unlike(self._final_loss, self._judged_shape(lasts[0]), self.classes, self.train.labels)
+        refuse_unlike(self._final_loss, self._loss_input_shape(lasts[0]), self.classes, self.train.labels)
         return cost
 
     def _measure_loss(
@@ -592,7 +592,7 @@ class Inputs:
         labels = torch.zeros((micro_batch, *self.train.labels.shape[1:]), dtype=self.train.label_type)
         targets = 0
 
-        def judged(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        def loss_of(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             """Computes the loss as the executor does: scores are computed while the loss still holds its graph."""
             nonlocal targets
             device = torch.device("cpu")
@@ -608,7 +608,7 @@ class Inputs:
         against = f" against {self.classes or 'float'} {'classes' if self.classes else 'labels'}"
         block = None if self.chain.head is None else self.chain[-1]
         with judging(name_of(self._final_loss), shape, against, values=False), quiet_log():
-            peak = measure_loss(judged, shape, micro_batch, self.device.granule, dtype, [labels], block)
+            peak = measure_loss(loss_of, shape, micro_batch, self.device.granule, dtype, [labels], block)
         return max(0, peak - targets), targets
 
 

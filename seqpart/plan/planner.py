@@ -358,7 +358,7 @@ class Planner(Inputs):
             defers_updates=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
             offloads=kept.offloads, host_steps=kept.resources.host_steps, recovery=stage, tests=self.settings.tests,
             synthetic_inputs=self.settings.sil_inputs == "synthetic", views=self.settings.views,
-            one_value=planning.handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
+            one_value=planning.routing_of([cost for _, _, cost in candidate.parts]).is_one_value,
             rank=self.ranks.number, ranks=self.ranks.count,
             divides_state=self.ranks.count > 1 and self.exact and not self.settings.averages,
         )  # fmt: skip

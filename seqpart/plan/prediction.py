@@ -21,11 +21,11 @@ from seqpart.plan.problem import (
     graph_buffer_bytes,
     graph_rooms,
     graphs_at_once,
-    handing_of,
     host_boundaries,
     host_places,
     largest_boundary,
     least_slot,
+    routing_of,
     sharing,
     tiers_by_room,
 )
@@ -154,7 +154,7 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
         train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
         defers_updates=problem.defers_updates, stays=candidate.resources.stays, keeps=candidate.keeps,
         offloads=candidate.offloads, host_steps=candidate.resources.host_steps,
-        one_value=handing_of([cost for _, _, cost in candidate.parts]).is_one_value,
+        one_value=routing_of([cost for _, _, cost in candidate.parts]).is_one_value,
     )  # fmt: skip
     if method.in_pairs:
         return method.phases(work)
@@ -384,7 +384,7 @@ def increments(options: Iterable[Option]) -> Iterator[Option]:
 def _near(problem: Problem, plain: Prediction, micro_batches: int) -> Iterator[Option]:
     """Options to keep offloaded boundaries on the device."""
     candidate, speeds = plain.candidate, problem.machine.speeds
-    handing, tiers = handing_of([cost for _, _, cost in candidate.parts]), candidate.resources.tiers
+    handing, tiers = routing_of([cost for _, _, cost in candidate.parts]), candidate.resources.tiers
     for p, tier in enumerate(tiers):
         nbytes = sum(value.nbytes for value in handing.entering[p] if handing.users[value.number][0] == p)
         read, write = (speeds.up, speeds.down) if tier == "host" else (speeds.read, speeds.write)

@@ -320,13 +320,13 @@ def fingerprint(chain: Chain, costs: Sequence[BlockCost], input_shape: tuple[int
     return digest.hexdigest()
 
 
-def handing_of(parts: Sequence[PartitionCost]) -> BoundaryRouting:
+def routing_of(parts: Sequence[PartitionCost]) -> BoundaryRouting:
     return BoundaryRouting([cost.entering for cost in parts], [cost.leaving for cost in parts])
 
 
 def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int, tiers: Tiers, tier: str) -> int:
     """Bytes of one update's boundaries that wait in `tier`, each tensor rounded up to pages."""
-    handing = handing_of(parts)
+    handing = routing_of(parts)
     nbytes = sum(size for number, size in handing.places(micro_batch).items() if handing.tier_of(number, tiers) == tier)
     if handing.tier_of(-1, tiers) == tier:
         nbytes += sum(round_up(cost.tied) + _TIED_PAGES * PAGE for cost in parts if cost.tied)
@@ -448,7 +448,7 @@ def graphs_at_once(method: Method, batch: int, micro_batch: int) -> int:
 
 def largest_boundary(parts: Sequence[PartitionCost], micro_batch: int, tiers: Tiers) -> int:
     """Bytes of the largest boundary tensor that goes by the disk; 0: none does."""
-    handing = handing_of(parts)
+    handing = routing_of(parts)
     values = {value.number: value.nbytes_at(micro_batch) for cost in parts for value in cost.entering}
     sizes = [nbytes for number, nbytes in values.items() if handing.tier_of(number, tiers) == "disk"]
     return max(sizes + [cost.largest_tie for cost in parts if handing.tier_of(-1, tiers) == "disk"], default=0)

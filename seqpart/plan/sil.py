@@ -122,7 +122,7 @@ def _pieces(problem: Problem, micro_batch: int, first: int, ends: Sequence[int],
         if cost.trainable or problem.starts is not None or last - first == len(problem.chain):
             counted = cost_of(problem, micro_batch, first, last, counted=True)
             # Of the row behind it what the loss takes: a mask beside that does not make a cut worse.
-            row = problem.row_pack(problem.costs_at(micro_batches(problem)[0])[last - 1]).judged_bytes
+            row = problem.row_pack(problem.costs_at(micro_batches(problem)[0])[last - 1]).loss_input_bytes
             yield Piece(first, last, row, counted.slot + counted.train_peak)
 
 

@@ -217,7 +217,7 @@ class Simulator:
         self._own += sum(partitions[p].weights_slot for p in resources.weights_stay)
         self._own += resources.graph_buffers
         self._shared = sum(shared[: resources.slots]) if resources.slots > 1 else 0
-        self._handing = BoundaryRouting([part.entering for part in partitions], [part.leaving for part in partitions])
+        self._routing = BoundaryRouting([part.entering for part in partitions], [part.leaving for part in partitions])
         self._held: dict[tuple[str, int, int], int] = {}
         """Bytes on the device by (kind, partition or value, micro-batch): gradients of weights, kept graphs, boundary values,
         and gradients of values that several partitions take."""
@@ -315,7 +315,7 @@ class Simulator:
         return (REQUEST_SECONDS + by_disk / disk if by_disk else 0.0) + by_link / link
 
     def _waiting(self, values: Sequence[Value], tier: str) -> int:
-        return sum(value.nbytes for value in values if self._handing.tier_of(value.number, self._resources.tiers) == tier)
+        return sum(value.nbytes for value in values if self._routing.tier_of(value.number, self._resources.tiers) == tier)
 
     def _steps_on_host(self, step: Step) -> bool:
         return step.partition in self._resources.host_steps and self._phases[step.phase].trains(step.partition)
@@ -429,7 +429,7 @@ class Simulator:
                 self._hold_values(part.entering, step.micro_batch)
             peak = self._now + part.inference_peak - (self._one_boundary(part, step.micro_batch) if phase.breadth_first else 0)
             if phase.partition != phase.last:
-                self._free_values(self._handing.used_up(p), step.micro_batch)
+                self._free_values(self._routing.used_up(p), step.micro_batch)
                 if p < phase.last:
                     self._hold_values(part.leaving, step.micro_batch)
             computing = self._computing(part, rows, forward=1, backward=0)
@@ -442,7 +442,7 @@ class Simulator:
         work = part.inference_peak if offloads else part.forward_peak
         peak = self._now + work - self._entered(phase, p, part, step.micro_batch)
         if p == phase.partition < phase.lowest:  # of the micro-batches that it stands for, one is there at a time
-            peak -= self._held_of(self._handing.used_up(p), step.micro_batch) * (self._alike - 1) // self._alike
+            peak -= self._held_of(self._routing.used_up(p), step.micro_batch) * (self._alike - 1) // self._alike
         if p < phase.last:
             self._hold_values(part.leaving, step.micro_batch)
         if phase.keeps_graph(p) and not offloads:
@@ -453,7 +453,7 @@ class Simulator:
         if p not in phase.streams:  # as they were when the update began, see EarlierBuffers.begin_update
             self._keep("buffers", p, 0, part.buffers)
         if p < phase.lowest:
-            self._free_values(self._handing.used_up(p), step.micro_batch)
+            self._free_values(self._routing.used_up(p), step.micro_batch)
         if p == phase.last:
             self._free("labels", 0, step.micro_batch)
         gathering = part.graph / self._speeds.copy if offloads else 0.0
@@ -474,7 +474,7 @@ class Simulator:
             need -= part.kept
         shared = sum(nbytes for owner, nbytes in part.ties if (owner, m) in self._shared_gradients)
         need += shared  # gradients that later partitions left for shared weights, and their sum with its own
-        if self._handing.tier_of(-1, self._resources.tiers) != DEVICE:
+        if self._routing.tier_of(-1, self._resources.tiers) != DEVICE:
             need += part.lent + shared  # copies of those that waited off the device
         # The partition's input, and the gradient that comes in, are counted in its own peak: not twice.
         own, handed = self._entered(phase, p, part, m), self._hand_down(p, m)
@@ -503,14 +503,14 @@ class Simulator:
     def _hand_down(self, p: int, m: int) -> int:
         """Frees the gradients that p takes and returns their bytes: of values that it gave, and of values that later partitions
         took as well. The last partition takes none."""
-        given, again = self._partitions[p].leaving, self._handing.taken_again(p)
+        given, again = self._partitions[p].leaving, self._routing.taken_again(p)
         return self._free_values(given, m) + sum(self._free("gradient", value.number, m) for value in (*given, *again))
 
     def _pass_down(self, p: int, lowest: int, m: int) -> None:
         """Replaces the values that p took by their gradients, where lower partitions learn; keeps both if others took them."""
         for value in self._partitions[p].entering:
-            wanted = self._handing.wants_gradient(value, lowest)
-            if not self._handing.is_first_user(p, value, lowest):
+            wanted = self._routing.wants_gradient(value, lowest)
+            if not self._routing.is_first_user(p, value, lowest):
                 if wanted:
                     self._hold("gradient", value.number, m, value.nbytes, value.number)
             elif not wanted:
@@ -537,7 +537,7 @@ class Simulator:
 
     def _hold(self, kind: str, p: int, m: int, nbytes: int, number: int) -> None:
         """Holds `nbytes` if value `number`, which they belong to, waits on the device."""
-        if self._handing.tier_of(number, self._resources.tiers) == DEVICE:
+        if self._routing.tier_of(number, self._resources.tiers) == DEVICE:
             self._keep(kind, p, m, nbytes)
 
     def _rows(self, step: Step) -> int:

@@ -25,7 +25,7 @@ import torch
 from seqpart.device.device import DOWN, Device, Event
 from seqpart.device.pages import round_up
 from seqpart.model.packs import DEVICE, BoundaryRouting, Pack, Tiers, Value, gradient_of
-from seqpart.plan.problem import BUFFERS, boundary_bytes, handing_of, largest_boundary
+from seqpart.plan.problem import BUFFERS, boundary_bytes, largest_boundary, routing_of
 from seqpart.profile.partition import PartitionCost
 from seqpart.store.layout import ALIGNMENT, LINE
 from seqpart.store.streams import BufferedFile
@@ -282,12 +282,12 @@ class BoundaryIO:
         for exchange in self._exchanges.values():
             exchange.close()
 
-    def give_up(self, m: int, pack: Pack) -> None:
+    def put_outputs(self, m: int, pack: Pack) -> None:
         """Puts the outputs of micro-batch m that other partitions take."""
         for number, tensor in pack.items():
             self._of(number).put((number, m), tensor)
 
-    def take_up(self, p: int, m: int, *, to_keep: bool = False) -> Pack:
+    def take_inputs(self, p: int, m: int, *, to_keep: bool = False) -> Pack:
         """Returns partition p's inputs; they stay for others and for p's backward. to_keep: in memory that is not reused."""
         pack = {value.number: self._of(value.number).get((value.number, m)) for value in self._routing.entering[p]}
         lent = [number for number in pack if to_keep and self._of(number).lends]
@@ -319,7 +319,7 @@ class BoundaryIO:
                     self._of(key[0]).forget(key)
         return found
 
-    def give_down(self, p: int, m: int, gradients: Mapping[int, torch.Tensor], lowest: int) -> None:
+    def put_gradients(self, p: int, m: int, gradients: Mapping[int, torch.Tensor], lowest: int) -> None:
         """Puts the gradients of p's inputs for others, and forgets the activations that nobody needs any more."""
         for value in self._routing.entering[p]:
             key, gradient = self._gradient_key(value, m), gradients.get(value.number)
@@ -332,13 +332,13 @@ class BoundaryIO:
     def gradients_wait(self, m: int) -> bool:
         return any(key[1] == m for key in self._waiting)
 
-    def give_shared(self, number: int, m: int, gradient: torch.Tensor) -> None:
+    def put_shared_gradient(self, number: int, m: int, gradient: torch.Tensor) -> None:
         """Puts the gradient of a weight that a lower partition owns."""
         key = -1 - number, m
         self._of(key[0]).put(key, gradient)
         self._waiting.add(key)
 
-    def take_shared(self, number: int, m: int) -> Iterable[torch.Tensor]:
+    def take_shared_gradient(self, number: int, m: int) -> Iterable[torch.Tensor]:
         key = -1 - number, m
         if key in self._waiting:
             self._waiting.remove(key)
@@ -362,7 +362,7 @@ def open_boundaries(
         tiers = ()
     if host is None or boundary_bytes(parts, batch, micro_batch, tiers, "host") > len(host):
         tiers = tuple("disk" if tier == "host" else tier for tier in tiers)
-    routing, exchanges = handing_of(parts), dict[str, BoundaryExchange]()
+    routing, exchanges = routing_of(parts), dict[str, BoundaryExchange]()
     for tier in sorted({*tiers, routing.tier_of(-1, tiers)}):
         if tier == DEVICE:
             exchanges[tier] = OnDevice()

@@ -120,7 +120,7 @@ class Elements:
         self.done(batch)
         return batch.x.nbytes
 
-    def rest(self) -> None:
+    def end_update(self) -> None:
         """Frees everything when an update is over or given up."""
         self._rows.clear()
         self._is_first = self._common = self._score = self._entered = self._score_gradient = self._handed = None

@@ -58,18 +58,18 @@ class Executor:
         self._phases, self._partitions, self._boundaries = compute.phases, compute.partitions, compute.boundaries
         self._device, self._hooks, self._slots, self._store = compute.device, compute.hooks, slots, store
         self._clip, self._rate, self._ranks = clip_grad_norm, rate, ranks
-        self._rewrites, self._doing = rewrites, False
+        self._rewrites, self._in_step = rewrites, False
         self._loaded = compute.loaded
-        self._coming: dict[int, Partition] = {}
+        self._loading: dict[int, Partition] = {}
         self._norms: dict[tuple[int, int], GradientNorm] = {}
         self.learning_rate: float | None = None
         self.gradient_norm: torch.Tensor | None = None
         """Total gradient norm of the last optimizer step, before clipping."""
         self._marked = compute.start, compute.committed
         """The last position at which every home was up to date, and the metric sums of the pass there."""
-        self.went_back = ""
+        self.rolled_back = ""
         """The update that the homes were rolled back to, if an error undid finished updates too; else ""."""
-        self._do = {
+        self._handlers = {
             Verb.LOAD: self._load,
             Verb.FORWARD: self._forward,
             Verb.BACKWARD: self._backward,
@@ -95,19 +95,19 @@ class Executor:
         try:
             for step in ahead:
                 self.step = step
-                if self._one(step):
+                if self._run_step(step):
                     yield
                     if not self._hooks.at_rest(self):
                         break
-                self._begin_next(ahead)
+                self._prefetch(ahead)
             self.flush()
         except Exception as error:
             if not self._device.is_out_of_memory(error):
                 explained = explained_step(error)
                 explained.add_note(f"while running {self.step} in {self._phases[self.step.phase]}")
-                if self._doing and self.step.verb in _CAN_BE_UNDONE:
+                if self._in_step and self.step.verb in _CAN_BE_UNDONE:
                     with contextlib.suppress(Exception):  # the error that is being raised says what is wrong
-                        self._retreat(str(explained))
+                        self._roll_back(str(explained))
                         self._hooks.failed(self, explained)
                 if explained is error:
                     raise
@@ -122,28 +122,28 @@ class Executor:
                 self._release_all()
                 self._slots.close()
         if failed:  # outside the handler: its traceback kept the failed step's tensors alive
-            self._retreat(failed)
+            self._roll_back(failed)
             self._slots.close()
             raise AllocationFailed(self.step, failed)
 
-    def _one(self, step: Step) -> bool:
+    def _run_step(self, step: Step) -> bool:
         """Runs one step. Returns True if the whole run stands at a position after it."""
         began = time.perf_counter()
-        self._doing = True
-        read, written = self._do[step.verb](step)
-        self._doing = False
+        self._in_step = True
+        read, written = self._handlers[step.verb](step)
+        self._in_step = False
         if self.progress.finish(step):
-            self._rest(step)
+            self._end_update(step)
         took = time.perf_counter() - began
         self._hooks.listen(StepDone(step=step, bytes_read=read, bytes_written=written, seconds=took))
         resting = step.verb is Verb.UPDATE and not self.progress.updated
         return resting or (self._phases[step.phase].kind is not PhaseKind.TRAIN and step.verb is not Verb.LOAD)
 
-    def _rest(self, step: Step) -> None:
+    def _end_update(self, step: Step) -> None:
         """Ends an update, and its pass if that is over too."""
         if step.verb is Verb.UPDATE:
             self._norms.clear()
-            self.compute.rest(self._phases[step.phase])
+            self.compute.end_update(self._phases[step.phase])
         if self.position.phase != step.phase and step.verb not in REWRITES_HOMES:
             self.compute.end_phase(step.phase)
 
@@ -175,36 +175,36 @@ class Executor:
 
     def _wait_for_homes(self) -> None:
         for p, partition in enumerate(self._partitions):
-            if p not in self._coming:
+            if p not in self._loading:
                 partition.transfer.wait()
 
     # --- coming and going -----------------------------------------------------------------------------------------
 
-    def _begin_next(self, ahead: Lookahead) -> None:
+    def _prefetch(self, ahead: Lookahead) -> None:
         while self._slots.count > 1 and self._slots.any_free:
-            step = ahead.next_load(set(self._coming))
-            if step is None or step.partition in self._loaded or step.partition in self._coming:
+            step = ahead.next_load(set(self._loading))
+            if step is None or step.partition in self._loaded or step.partition in self._loading:
                 return
-            if self._takes_slot(step) and not self._slots.has_free(step.partition, self._needs(step)):
+            if self._takes_slot(step) and not self._slots.has_free(step.partition, self._slot_bytes(step)):
                 return
-            here = {*self._loaded, *self._coming}
+            here = {*self._loaded, *self._loading}
             partition = self._partitions[step.partition]
             if partition.awaits_step or any(one.number in here or one.awaits_step for one in partition.lenders):
                 return  # its weights, or the tied ones that it would borrow, are not saved yet
             try:
-                self._begin(step)
+                self._begin_load(step)
             except Exception as error:
                 if not self._device.is_out_of_memory(error):
                     raise
                 return  # its own LOAD will fail again, where the run can go back
 
-    def _begin(self, step: Step) -> None:
+    def _begin_load(self, step: Step) -> None:
         partition = self._partitions[step.partition]
         partition.make_room()
-        slot = self._slots.take(step.partition, self._needs(step)) if self._takes_slot(step) else None
+        slot = self._slots.take(step.partition, self._slot_bytes(step)) if self._takes_slot(step) else None
         # Slots are of one size in all ranks, which so begin their loads in one order.
         partition.begin_load(slot, to_update=step.more and self._is_owner(step))
-        self._coming[step.partition] = partition
+        self._loading[step.partition] = partition
 
     def _is_owner(self, step: Step) -> bool:
         """True if this rank has the optimizer state of the step's partition."""
@@ -212,18 +212,18 @@ class Executor:
         return phase.owner_of(step.partition) == phase.rank
 
     def _takes_slot(self, step: Step) -> bool:
-        return not self._partitions[step.partition].weights_stay or self._needs(step) > 0
+        return not self._partitions[step.partition].weights_stay or self._slot_bytes(step) > 0
 
-    def _needs(self, step: Step) -> int:
+    def _slot_bytes(self, step: Step) -> int:
         phase, p = self._phases[step.phase], step.partition
         return self._partitions[p].needs(to_update=step.more, gradients=phase.gradients_wait(p))
 
     def _load(self, step: Step) -> tuple[int, int]:
-        if step.partition not in self._coming:
-            self._begin(step)
-        partition = self._coming[step.partition]
+        if step.partition not in self._loading:
+            self._begin_load(step)
+        partition = self._loading[step.partition]
         read = partition.finish_load(learns=self._phases[step.phase].trains(step.partition))
-        self._loaded[step.partition] = self._coming.pop(step.partition)
+        self._loaded[step.partition] = self._loading.pop(step.partition)
         return read, 0
 
     def _drop(self, step: Step) -> tuple[int, int]:
@@ -268,7 +268,7 @@ class Executor:
         return traffic
 
     def _reduce(self, step: Step) -> tuple[int, int]:
-        self.compute.share(step)
+        self.compute.share_losses(step)
         partition = self._loaded[step.partition]
         partition.buffers.share(self._ranks)
         if not self._phases[step.phase].trains(step.partition):
@@ -320,16 +320,16 @@ class Executor:
 
     # --- endings --------------------------------------------------------------------------------------------------
 
-    def _retreat(self, text: str) -> None:
+    def _roll_back(self, text: str) -> None:
         """Undoes the unfinished update after a failed allocation or another error, and saves what the last update left."""
         phase = self._phases[self.step.phase]
         self.compute.abandon()
         for transfer in self._save_weights():
             transfer.follow()
-        for p in list(self._coming):
-            self._coming.pop(p).release()
+        for p in list(self._loading):
+            self._loading.pop(p).release()
         if self.progress.updated and phase.breadth_first:
-            self._undo_updates(text)
+            self._undo_finished_updates(text)
         for partition in self._partitions:
             partition.abandon_update()
         self._device.release_cached()
@@ -342,7 +342,7 @@ class Executor:
         self._wait_for_homes()
         self._store.refuse_lost()
 
-    def _undo_updates(self, text: str) -> None:
+    def _undo_finished_updates(self, text: str) -> None:
         """Rolls the homes back to the last mark, because some partitions have made the optimizer step already. The mark is at
         this update's beginning if nothing stays on the device, else where a checkpoint was saved or this loop began."""
         self._release_all()
@@ -352,14 +352,14 @@ class Executor:
                 f"{text}. Resume from the last checkpoint with a larger --mem-limit or a smaller --micro-batch-size."
             )
         before, (position, self.compute.committed) = self.position, self._marked
-        self.went_back = f"update {position.updates} of {self._phases[position.phase]}" if position != before else ""
+        self.rolled_back = f"update {position.updates} of {self._phases[position.phase]}" if position != before else ""
         self.progress = Progress(self._phases, position)
 
     def _release_all(self) -> None:
         for partition in self._partitions:
             partition.release()
         self._loaded.clear()
-        self._coming.clear()
+        self._loading.clear()
 
 
 def _spoilt_weight(partition: Partition) -> str:

@@ -53,7 +53,7 @@ class Partition:
         self._costs, self._store, self._device = costs, store, device
         flow = Flow(costs)
         self.entering, self.leaving, self._written, self._used_up = flow.came, flow.leaving, flow.written, flow.used_up(costs)
-        self._choice, self._seed, self._autocast, self._host_steps = optimizer, seed, autocast, host_steps
+        self._optimizer_choice, self._seed, self._autocast, self._host_steps = optimizer, seed, autocast, host_steps
         self.tied = [(block, tie) for block in blocks for tie in block.tied if tie.owner not in blocks]
         """(block, tie): parameters used here whose home is in another partition."""
         self._borrows, self.lenders = borrows, list[Partition]()
@@ -75,15 +75,15 @@ class Partition:
         self._buffered = {block: cost.changing for block, cost in zip(blocks, costs, strict=True) if cost.changing}
         self.buffers = BufferSnapshots(self._buffered, self._attach)
         self._slot: Slot | None = None
-        self._own: torch.Tensor | None = None
+        self._resident: torch.Tensor | None = None
         """Memory of the weights that stay on the device between visits."""
-        self._filled = self.unsaved = False
-        """True if `_own` holds the weights; true if they are newer than their homes."""
+        self._holds_weights = self.unsaved = False
+        """True if `_resident` holds the weights; true if they are newer than their homes."""
         self._regions: list[list[torch.Tensor]] = []
-        self._moved = self._weights = self._state = self._stepping = Transfer(device)
+        self._transfer = self._weights = self._state = self._stepping = Transfer(device)
         """The last transfer, in or out; of a load, its weights, and its optimizer state; the last step on the host."""
         self._to_update = self.changed = False
-        self._waiting: list[str] | None = None
+        self._gradients_at_home: list[str] | None = None
         """Names of parameters whose gradients are at home."""
         self.kept_graphs: dict[int, Graph] = {}
         """Graphs until BACKWARD takes them, by micro-batch. Weights that autograd saved in them must be packed: `packing`."""
@@ -91,7 +91,7 @@ class Partition:
     @property
     def transfer(self) -> Transfer:
         """The last transfer and step on the host, which the next load waits for."""
-        return self._moved.with_other(self._stepping)
+        return self._transfer.with_other(self._stepping)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -100,7 +100,7 @@ class Partition:
     @property
     def awaits_step(self) -> bool:
         """True if its gradients wait at home for a step on the host."""
-        return self._host_steps is not None and self._waiting is not None
+        return self._host_steps is not None and self._gradients_at_home is not None
 
     @property
     def _weight_bytes(self) -> int:
@@ -109,7 +109,7 @@ class Partition:
     def needs(self, *, to_update: bool, gradients: bool) -> int:
         """Bytes of the slot for this visit. gradients: they will be offloaded, or loaded again."""
         to_update = to_update and self._host_steps is None
-        kept = gradients or (to_update and self._waiting is not None)
+        kept = gradients or (to_update and self._gradients_at_home is not None)
         borrowed = sum(cost.layout.padded_nbytes for cost in self._borrowed.values())
         own = self._weight_bytes if self.weights_stay else 0
         return borrowed + slot_bytes(self._costs, self._states if to_update else (), gradients=kept) - own
@@ -118,8 +118,8 @@ class Partition:
 
     def make_room(self) -> None:
         """Allocates memory for weights that stay on the device between visits; this partition keeps it until `release`."""
-        if self.weights_stay and self._own is None:
-            self._own = self._device.empty(self._weight_bytes)
+        if self.weights_stay and self._resident is None:
+            self._resident = self._device.empty(self._weight_bytes)
 
     def begin_load(self, slot: Slot | None, *, to_update: bool) -> None:
         """Starts to read weights, and with `to_update` optimizer state and offloaded gradients, into `slot` if there is one."""
@@ -127,16 +127,16 @@ class Partition:
         rest = slot.buffer if slot is not None else torch.empty(0, dtype=torch.uint8)
         own, borrowed = [cost.layout for cost in self._costs], [cost.layout for cost in self._borrowed.values()]
         others = [borrowed, self._states if to_update else [], self._gradients]
-        apart = [] if self._own is None else divided(self._own, [own])
+        apart = [] if self._resident is None else divided(self._resident, [own])
         self._regions = [*apart, *divided(rest, others if apart else [own, *others])]
         homes, states = [block.home for block in (*self.blocks, *self._borrowed)], list[tuple[str, torch.Tensor]]()
         if to_update:
             named = zip((block.state_home for block in self.blocks), self._regions[2], strict=True)
             states = [(home, region) for home, region in named if home in self._store]
-            if self._waiting is not None:
+            if self._gradients_at_home is not None:
                 states += zip((block.gradient_home for block in self.blocks), self._regions[3], strict=True)
         before = [self.transfer, *(lender.transfer for lender in self.lenders)]
-        first = self._own is not None and not self._filled
+        first = self._resident is not None and not self._holds_weights
         made = self._device.mark() if first else None  # kernels may still use what that memory was before
 
         def ready() -> None:
@@ -147,22 +147,22 @@ class Partition:
             for transfer in before:
                 transfer.follow()
 
-        weights = [] if self._filled else list(zip(homes, self._regions[0] + self._regions[1], strict=True))
+        weights = [] if self._holds_weights else list(zip(homes, self._regions[0] + self._regions[1], strict=True))
         # State that has no home yet begins as zeros in the slot, which must be free then.
         waits = weights or (to_update and any(block.state_home not in self._store for block in self.blocks))
         self._weights = self._store.begin_get(weights, ready, narrow=True) if waits else Transfer(self._device)
         self._state = self._store.begin_get(states, ready) if slot is not None else Transfer(self._device)
         # A visit without a slot waits for nothing, and state of the last one may still be being saved.
-        self._moved = self._weights.with_other(self._state).with_other(self._moved.going_on())
+        self._transfer = self._weights.with_other(self._state).with_other(self._transfer.going_on())
 
     def finish_load(self, *, learns: bool) -> int:
         """Waits for the weights and makes the modules' tensors views of the slot. Returns the bytes read from disk."""
         self._weights.follow()
         if self._host_steps is not None:
             self._host_steps.free_gradients(self.number)
-        self._filled = self._own is not None
+        self._holds_weights = self._resident is not None
         self._attach()
-        if self._filled:
+        if self._holds_weights:
             self.buffers.begin_visit()
         self.buffers.come_back()
         self.learn(learns)
@@ -219,23 +219,23 @@ class Partition:
         if not by_place:
             return
         in_order = [by_place[place] for place in sorted(by_place)]
-        names = [name for name, _ in in_order] if self._choice.named else []
-        built = self._choice.build([parameter for _, parameter in in_order], names)
-        self._adopted = Adopted(self._choice, built, {id(parameter): name for name, parameter in in_order})
+        names = [name for name, _ in in_order] if self._optimizer_choice.named else []
+        built = self._optimizer_choice.build([parameter for _, parameter in in_order], names)
+        self._adopted = Adopted(self._optimizer_choice, built, {id(parameter): name for name, parameter in in_order})
         self.built = weakref.ref(self._adopted.optimizer)
         every = zip(self.blocks, parameters, self._states, states, begun, strict=True)
         for block, own, layout, region, made in (one for one in every if one[1]):
             self._adopted.take([(name, p) for name, _, p in own], layout.views(region), block.exported, begun=made)
 
     def _fetch_gradients(self) -> None:
-        if self._waiting is None:
+        if self._gradients_at_home is None:
             return
         for block, layout, region in zip(self.blocks, self._gradients, self._regions[3], strict=True):
             views = layout.views(region)
             for name, parameter in block.module.named_parameters():
-                if f"{block.home}.{name}" in self._waiting:
+                if f"{block.home}.{name}" in self._gradients_at_home:
                     parameter.grad = views[name]
-        self._waiting = None
+        self._gradients_at_home = None
 
     # --- work -----------------------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Partition:
 
     def _weights_in(self) -> torch.Tensor | None:
         """The buffer that holds the weights, while the partition is loaded."""
-        return self._own if self._own is not None else self._slot.buffer if self._slot is not None else None
+        return self._resident if self._resident is not None else self._slot.buffer if self._slot is not None else None
 
     def unalias_gradients(self, passed_down: Iterable[torch.Tensor] = (), others: Iterable[int] = ()) -> None:
         """Gives each gradient memory of its own. Autograd may give two weights, or a weight and the input, one tensor, as in
@@ -341,7 +341,7 @@ class Partition:
         *, stays: bool,
     ) -> None:  # fmt: skip
         """Begins an optimizer step where the homes are, with gradients from the device, or from home if they waited there."""
-        store, before, at_home = self._store, self.transfer, self._waiting if not self._regions else None
+        store, before, at_home = self._store, self.transfer, self._gradients_at_home if not self._regions else None
         begun = [block.state_home in store for block in self.blocks]
         parameters, states, taken = list[list[Learning]](), list[torch.Tensor](), list[list[str]]()
         for block, cost, layout, own in zip(self.blocks, self._costs, self._states, self._learning, strict=True):
@@ -389,7 +389,7 @@ class Partition:
             if stays:
                 self._weights = self._get_weights()
 
-        self._stale, self._refreshes, self._waiting = bool(self._regions), stays, None
+        self._stale, self._refreshes, self._gradients_at_home = bool(self._regions), stays, None
         self._stepping = host.begin(step)
         self.buffers.forget()
         self.forget_gradients()
@@ -420,7 +420,7 @@ class Partition:
     def abandon_update(self) -> None:
         """Forgets gradients, graphs and running statistics of an unfinished update."""
         self.forget_gradients()
-        self.kept_graphs, self._waiting = {}, None
+        self.kept_graphs, self._gradients_at_home = {}, None
         self.buffers.undo()
 
     def forget_gradients(self) -> None:
@@ -469,21 +469,21 @@ class Partition:
                 (b.state_home, s, r) for b, s, r in zip(self.blocks, self._states, self._regions[2], strict=True) if s.specs
             ]
         self.changed = False
-        self._moved = self._begin_put(items, checksummed=not again).with_other(self._moved.going_on())
-        return self._moved
+        self._transfer = self._begin_put(items, checksummed=not again).with_other(self._transfer.going_on())
+        return self._transfer
 
     def _weights_home(self) -> list[tuple[str, Layout, torch.Tensor]]:
         """Returns (home, layout, region) of each block whose weights or buffers may have changed."""
         self.unsaved = False
         layouts = [cost.layout for cost in self._costs]
-        regions = self._regions[0] if self._own is None else divided(self._own, [layouts])[0]
+        regions = self._regions[0] if self._resident is None else divided(self._resident, [layouts])[0]
         every = zip(self.blocks, self._costs, regions, strict=True)
         return [(b.home, c.layout, r) for b, c, r in every if c.trainable or b in self._buffered]
 
     def save_weights(self) -> Transfer:
         """Starts to save the weights that stay on the device, whether the partition is loaded or not."""
         put = self._begin_put(self._weights_home(), checksummed=False)
-        self._moved = put.with_other(self._moved.going_on())
+        self._transfer = put.with_other(self._transfer.going_on())
         return put
 
     def begin_drop(
@@ -501,8 +501,8 @@ class Partition:
         if self._refreshes:
             self.refresh()
         self._follow_state()  # also if no optimizer step was made
-        waiting = self._gradients_home() if gradients else Transfer(self._device)
-        keep_state = keep_state or self._choice.averages  # the moving average is the run's result
+        waiting = self._send_gradients_home() if gradients else Transfer(self._device)
+        keep_state = keep_state or self._optimizer_choice.averages  # the moving average is the run's result
         saved = self.save(keep_state=keep_state, again=again, weights=not (self.weights_stay and stay))
         if not keep_state:
             self._stepping.wait()
@@ -515,11 +515,11 @@ class Partition:
             saved.follow()
             waiting.follow()
 
-        self._moved = saved.with_other(waiting)
-        self._let_go()
+        self._transfer = saved.with_other(waiting)
+        self._detach()
         return slot, free, saved.nbytes + waiting.nbytes
 
-    def _gradients_home(self) -> Transfer:
+    def _send_gradients_home(self) -> Transfer:
         names, items = [], []
         for block, layout, region in zip(self.blocks, self._gradients, self._regions[3], strict=True):
             views = layout.views(region)
@@ -528,7 +528,7 @@ class Partition:
                     views[name].copy_(parameter.grad)
                     names.append(f"{block.home}.{name}")
             items.append((block.gradient_home, layout, region))
-        self._waiting = names
+        self._gradients_at_home = names
         return self._begin_put(items, checksummed=False)
 
     def _begin_put(self, items: Sequence[tuple[str, Layout, torch.Tensor]], *, checksummed: bool) -> Transfer:
@@ -536,7 +536,7 @@ class Partition:
         mark = self._device.mark()
         return self._store.begin_put(items, lambda: self._device.after(mark), checksummed=checksummed)
 
-    def _let_go(self) -> None:
+    def _detach(self) -> None:
         for block in self.blocks:
             others = [] if self._borrows else [tie.name for other, tie in self.tied if other is block]
             detach(block.module, [*others, *block.buffers_made])
@@ -549,8 +549,8 @@ class Partition:
         for transfer in self.transfer, self._state:
             transfer.settle()  # its bytes must not arrive in freed memory
         self._weights.settle()  # which a step on the host may have begun
-        self._moved = self._state = self._stepping = Transfer(self._device)  # nor may its error reach the next visit
-        self.kept_graphs, self._waiting = {}, None
+        self._transfer = self._state = self._stepping = Transfer(self._device)  # nor may its error reach the next visit
+        self.kept_graphs, self._gradients_at_home = {}, None
         self.buffers.release()
-        self._own, self._filled, self.unsaved = None, False, False
-        self._let_go()
+        self._resident, self._holds_weights, self.unsaved = None, False, False
+        self._detach()

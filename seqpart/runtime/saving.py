@@ -39,7 +39,7 @@ class Saving:
         self._store, self._boundaries, self._reporter, self._interrupts = store, boundaries, reporter, interrupts
         self._saved_at, self._updates_since, self._changed = time.monotonic(), 0, False
         self._executor: Executor | None = None
-        self._proven, self._judged = False, 0
+        self._proven, self._losses_before = False, 0
         """True if a finite loss was computed from the latest checkpoint; the number of losses when it was saved."""
         self.error_noted = False
         """True if an error's message says how to resume the run after it."""
@@ -87,15 +87,15 @@ class Saving:
         self.flush(executor)
         self.save(executor.position, executor.compute.committed)
         self.error_noted = True
-        there = "as it stood there"
-        if executor.went_back:
-            there = f"as it stood after {executor.went_back}, when all that stays on the device was saved last (--save-every)"
-        return f"The run is saved {there}: go on with {resuming(self._root)}"
+        there, before = "there", executor.rolled_back
+        if before:
+            there = f"after {before}, when all that stays on the device was saved last (--save-every)"
+        return f"The run is saved as it stood {there}: go on with {resuming(self._root)}"
 
     def _look_for_proof(self, executor: Executor) -> None:
         if executor is not self._executor:
-            self._executor, self._judged = executor, 0
-        if not self._proven and executor.compute.judged > self._judged:
+            self._executor, self._losses_before = executor, 0
+        if not self._proven and executor.compute.losses_computed > self._losses_before:
             executor.refuse_divergence()
             self._proven = True
 
@@ -116,7 +116,7 @@ class Saving:
         manifests.save(self._root, self._scratch, state, self._store, self._boundaries, instead=not self._proven)
         self._saved_at, self._updates_since, self._changed = time.monotonic(), 0, False
         if self._executor is not None:
-            self._proven, self._judged = False, self._executor.compute.judged
+            self._proven, self._losses_before = False, self._executor.compute.losses_computed
         self._reporter.record(
             "checkpoint", phase=position.phase, updates=position.updates, took=round(time.perf_counter() - began, 3)
         )

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from seqpart.capture.capture import judged_output, run_on_rows
+from seqpart.capture.capture import run_on_rows, scored_output
 from seqpart.data.reader import Batch, open_reader
 from seqpart.data.splits import Split
 from seqpart.device.sampler import Sampler
@@ -234,14 +234,14 @@ def train_plainly(session: Run, model: object, updates: int) -> dict[tuple[int, 
         id(tensor): block.exported(name) for block in session.prepared.chain for name, tensor in tensors[block.number].items()
     }
     adopted = Adopted(choice, choice.build(trained, [names[id(parameter)] for parameter in trained]), names)
-    judge = session.prepared.loss(0)
-    assert judge is not None
+    loss_fn = session.prepared.loss(0)
+    assert loss_fn is not None
     left = updates
     for phase in session.prepared.phases:
         if phase.kind is not PhaseKind.TRAIN or not left:
             continue
         for number, batches in enumerate(_updates(session, phase)):
-            scale = _back_propagate(session, plain, judge, batches)
+            scale = _back_propagate(session, plain, loss_fn, batches)
             for parameter in trained:
                 if scale != 1.0 and parameter.grad is not None:
                     parameter.grad.mul_(scale)
@@ -311,10 +311,10 @@ def _updates(session: Run, phase: Phase) -> Iterator[Iterator[Batch]]:
             yield one()
 
 
-def _back_propagate(session: Run, plain: nn.Module, judge: PartitionLoss, batches: Iterator[Batch]) -> float:
+def _back_propagate(session: Run, plain: nn.Module, loss_fn: PartitionLoss, batches: Iterator[Batch]) -> float:
     """Computes the gradients of one update. Returns the factor that they are still to be multiplied by."""
     device, form, counted, rows = session.device, session.planner.train.form, 0.0, 1
-    takes_all = isinstance(judge, TrueLoss) and judge.takes_all
+    takes_all = isinstance(loss_fn, TrueLoss) and loss_fn.takes_all
     becomes = session.prepared.input_layout.becomes or session.prepared.input_layout.dtype
     for batch in batches:
         x = device.own(batch.x).to(becomes)
@@ -322,13 +322,13 @@ def _back_propagate(session: Run, plain: nn.Module, judge: PartitionLoss, batche
         before = torch.get_rng_state()
         with device.autocast(session.settings.autocast):
             output = run_on_rows(plain, x, form)
-            output = output if takes_all else judged_output(plain, output)
-            found: Any = judge(output, labels)
+            output = output if takes_all else scored_output(plain, output)
+            found: Any = loss_fn(output, labels)
         if not torch.equal(torch.get_rng_state(), before):
             raise Unlike("the model draws random numbers (Dropout), and a plain loop draws others")
-        verdict = found if isinstance(found, LossValue) else LossValue(found, len(labels))
-        part, count = share_of_update(verdict, batch.span)
+        value = found if isinstance(found, LossValue) else LossValue(found, len(labels))
+        part, count = share_of_update(value, batch.span)
         counted, rows = counted + count, batch.span.update_rows
-        if verdict.loss.requires_grad:
-            (verdict.loss if part == 1.0 else verdict.loss * part).backward()  # type: ignore[no-untyped-call]
+        if value.loss.requires_grad:
+            (value.loss if part == 1.0 else value.loss * part).backward()  # type: ignore[no-untyped-call]
     return rows / counted if counted else 1.0

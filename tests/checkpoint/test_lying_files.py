@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks.campaign.lies import TOLD, at, body_of, changes, checkpoint_of, places, put
 from seqpart import Trainer
-from seqpart.checkpoint.leftovers import Kind, judged, report_leftovers
+from seqpart.checkpoint.leftovers import Kind, classified, report_leftovers
 from seqpart.checkpoint.manifest import CHECKPOINT, PREVIOUS
 from seqpart.checkpoint.marker import MARKER
 from seqpart.checkpoint.run_directory import RunDirectory
@@ -229,7 +229,7 @@ def test_a_marker_with_one_wrong_thing_keeps_what_is_there_or_is_told(tmp_path, 
     body = json.loads(path.read_text())
     path.write_text(json.dumps(put(body, *data.draw(changed(body)))))
     with Folder.at(root) as folder:
-        found = judged(folder)
+        found = classified(folder)
     assert found is not None
     told = [*report_leftovers(root.parent, 0)]
     if found.kind is Kind.UNKNOWN:

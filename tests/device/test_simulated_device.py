@@ -370,7 +370,7 @@ NOT_FOUND = {
     "runtime.executor:Executor._wait_for_homes: partition.transfer.wait()": "who saves a checkpoint waits as well",
     "runtime.partition:Partition._update_on_host: before.wait()": "the mark of the homes waits, unless others changed",
     "runtime.executor:Executor.flush: transfer.wait()": "who saves a checkpoint waits as well",
-    "runtime.executor:Executor._retreat: transfer.follow()": "behind failed allocations only",
+    "runtime.executor:Executor._roll_back: transfer.follow()": "behind failed allocations only",
     "runtime.slots:Slots.take: best.free()": "where a slot grows: has a test of its own",
 }
 SITES = [site for site in sites(*(f"seqpart.{module}" for module in MODULES)) if str(site) not in NOT_FOUND]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from seqpart.model.loss_chunks import Head, LossInChunks
-from seqpart.model.reductions import BY_ROWS, Kind, Reduction, judged
+from seqpart.model.reductions import BY_ROWS, Kind, Reduction, loss_value
 from seqpart.schedule.phase import Span
 
 INPUTS, CLASSES = 5, 37
@@ -73,7 +73,7 @@ def test_labels_of_which_none_counts_have_a_loss_and_gradients_of_zero():
     labels = torch.full((2, 3), -100)
     loss = LossInChunks(head_of(layer), torch.flatten, 2)
     counted = Reduction(Kind.COUNTED, lambda labels: labels.ne(-100).sum(), -100)
-    found = learned(lambda x: judged(loss, counted, x, labels, Span(0, 2, 4, False)).loss, states, layer, 1.0)
+    found = learned(lambda x: loss_value(loss, counted, x, labels, Span(0, 2, 4, False)).loss, states, layer, 1.0)
     assert all(torch.equal(one, torch.zeros_like(one)) for one in found), "and not None: a decay acts on the weight"
 
 
@@ -84,7 +84,7 @@ def test_gradients_are_computed_with_the_share_of_the_micro_batch():
         torch.arange(6).view(2, 3),
     )
     loss = LossInChunks(head_of(layer), torch.flatten, 4)
-    found = learned(lambda x: judged(loss, BY_ROWS, x, labels, Span(0, 2, 6, False)).loss, states, layer, 2 / 6)
+    found = learned(lambda x: loss_value(loss, BY_ROWS, x, labels, Span(0, 2, 6, False)).loss, states, layer, 2 / 6)
     assert all(map(torch.equal, found, learned(lambda x: plain(layer, x, labels, 4), states, layer, 2 / 6)))
 
 
