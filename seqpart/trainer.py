@@ -18,7 +18,7 @@ from seqpart.data.padding import Padding, as_padding
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, first_rows
 from seqpart.data.step_losses import StepLosses
-from seqpart.data.unlabelled import WithoutLabels, needs_labels, with_zeros
+from seqpart.data.unlabelled import WithoutLabels, needs_labels, with_inputs, with_zeros
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
 from seqpart.device.ranks import begun_before, leads, leaving_on_error, per_machine, ranks_of, refuse_ranks
@@ -182,6 +182,7 @@ class Trainer:
         """Returns the training and test rows; the settings take their loader's batch size and order."""
         with translate_oom(self.device, "the data were looked at"):
             asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
+            train, test = with_inputs(train, self.model), with_inputs(test, self.model)
             rows, tests, self.settings = rows_of(train, test, asked, self._padding, labelled=self._labelled)
             self._asked = self.settings, asked
             rows = in_type_of(self.model, rows)
@@ -400,6 +401,7 @@ class Trainer:
 
         Raises what `fit` raises.
         """
+        data = with_inputs(data, self.model)
         split = in_type_of(self.model, rows_to_evaluate(data, self.settings, self._padding, labelled=self._labelled))
         return self._evaluated(f"evaluation of {split.count} rows", split, weights, compute_metrics)
 
@@ -465,6 +467,7 @@ class Trainer:
             settings, reporter = loop_settings(asked, folder), Reporter(quiet=self._quiet)
             refuse_taken_places(asked.output_dir, resume, overwrite=settings.overwrite)
             resumed = None if at is None else resume_point_of(at, settings, session=True)
+            example = with_inputs(example, self.model)
             padding = for_data(self._padding, (with_zeros(example, self._labelled)[0],))
             rows = in_type_of(self.model, largest_batch(example, settings, padding, labelled=self._labelled))
             if learns and asked.unfreeze is not None:

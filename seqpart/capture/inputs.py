@@ -45,9 +45,24 @@ class Input:
 Form = tuple[Input, ...]
 
 
+class Several(tuple[Any, ...]):
+    """The inputs of a row, in order, where each may be a single number."""
+
+
+def takes_several(model: object) -> bool:
+    """True if the forward of `model` cannot be called with one input alone."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values() if isinstance(model, nn.Module) else ()
+    except (TypeError, ValueError):  # it is not written in Python
+        return False
+    return (
+        sum(one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters) > 1
+    )
+
+
 def is_several(x: object) -> bool:
-    """True if the x of a row, or of all rows, is more than one tensor: a dict, tuple or list of tensors."""
-    if isinstance(x, Mapping):
+    """True if the x of a row, or of all rows, is more than one tensor: a dict, tuple or list of tensors, or a Several."""
+    if isinstance(x, Mapping | Several):
         return True
     if not isinstance(x, tuple | list) or not all(hasattr(part, "shape") and hasattr(part, "dtype") for part in x):
         return False

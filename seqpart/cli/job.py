@@ -7,9 +7,11 @@ from math import prod
 from pathlib import Path
 from typing import ClassVar
 
+from seqpart.capture.inputs import takes_several
 from seqpart.config import DTYPES, MOST, Data, Files, Limits, LrSchedule, Method, Output, Precision
 from seqpart.data.classes import count_classes
 from seqpart.data.splits import Split, count_tokens
+from seqpart.data.unlabelled import with_inputs
 from seqpart.device.limit import RUNTIME_VARIES, limit_of, refused
 from seqpart.errors import BadInput, DoesNotFit, OptionError
 from seqpart.fields import PerPartition
@@ -139,6 +141,8 @@ def opened(job: Job, reporter: Reporter, stack: ExitStack, *, alone: bool = Fals
         trainer.settings = replace(trainer.settings, weights=made.weights, weights_partial=made.partial)
         return job, trainer, train, test
     trainer.model, depth = model_of(job, limit, train, test, reporter)
+    if takes_several(trainer.model) and not train.form:
+        train, test = data_of(job, trainer.model)
     return replace(job, depth=depth), trainer, train, test
 
 
@@ -156,8 +160,8 @@ def saved_plan(job: Job) -> Plan | None:
     return Plan.from_json(text, str(path))
 
 
-def data_of(job: Job) -> tuple[Split, Split]:
-    """Returns training and test data. Raises OptionError or DataError for what cannot be honoured."""
+def data_of(job: Job, model: object = None) -> tuple[Split, Split]:
+    """Returns training and test data. model: see `with_inputs`. Raises OptionError or DataError for what cannot be honoured."""
     library, _, folder = job.model.partition(":")
     tokenizer = job.tokenizer or (Path(folder) if library == "hf" and job.data.startswith("hf-text:") else None)
     if job.tokenizer is not None and not job.data.startswith("hf-text:"):
@@ -166,7 +170,7 @@ def data_of(job: Job) -> tuple[Split, Split]:
         job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context,
         augment=job.augment, tokenizer=tokenizer,
     )  # fmt: skip
-    return rows_of(train, test, job)[:2]
+    return rows_of(with_inputs(train, model), with_inputs(test, model), job)[:2]
 
 
 def model_of(job: Job, limit: int, train: Split, test: Split, reporter: Reporter) -> tuple[object, int | None]:

@@ -1,6 +1,6 @@
-"""Data without labels, for a loss of what the model returns alone, or one that the model computes itself.
+"""Items that lack something: labels, for a loss that takes none, or dimensions, where each input of a row is one number.
 
-Below this module every row has a label: a zero, which no loss gets.
+Below this module every row has a label: a zero, which no loss gets; and a tuple of numbers is one input, or a Several.
 """
 
 import copy
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from seqpart.capture.inputs import is_several
+from seqpart.capture.inputs import Several, is_several, takes_several
 from seqpart.data.source import ChangedItems, ChangedStream, generators_kept
-from seqpart.data.splits import Split, is_pair
+from seqpart.data.splits import Split, is_pair, x_and_y
 from seqpart.data.test_sets import are_named
 
 
@@ -36,13 +36,49 @@ def with_zeros(data: Any, labelled: bool = False) -> tuple[Any, bool]:
         return (data, np.zeros(len(data), np.int64)), True
     if isinstance(data, Mapping):
         return (dict(data), np.zeros(len(next(iter(data.values()))), np.int64)), True
+    changed = _changed(data, lambda item, _: (out_of_one(item), 0))
+    if isinstance(data, DataLoader) and data.collate_fn is not default_collate:
+        object.__setattr__(changed, "collate_fn", partial(_collated, data.collate_fn))
+    return changed, True
+
+
+def with_inputs(data: Any, model: object) -> Any:
+    """Returns data, or several sets by name, whose items have several numbers as x, each of them as an input of its own if
+    `model` takes several inputs: (user, item, rating). Other data as they are."""
+    if not takes_several(model):
+        return data
+    if are_named(data):
+        return {name: with_inputs(part, model) for name, part in data.items()}
+    if data is None or isinstance(data, Split | str | tuple) or is_pair(data):
+        return data
+    if isinstance(data, DataLoader) and data.collate_fn is not default_collate:  # it makes tensors of them
+        return data
+    item = _first_item(data.dataset if isinstance(data, DataLoader) else data, default_collate)
+    return _changed(data, lambda item, _: _with_several(item)) if _has_numbers(item) else data
+
+
+def _has_numbers(item: object) -> bool:
+    """True for an item with several numbers as x."""
+    if not isinstance(item, tuple | list) or len(item) < 2:
+        return False
+    x, _ = x_and_y(item, "")
+    return isinstance(x, tuple | list) and len(x) > 1 and not any(map(np.ndim, x))
+
+
+def _with_several(item: Any) -> Any:
+    if not _has_numbers(item):
+        return item
+    x, y = x_and_y(item, "")
+    return Several(x), y
+
+
+def _changed(data: Any, change: Callable[[Any, int], Any]) -> Any:
+    """Returns a data set, a stream or a loader with each item changed."""
     if not isinstance(data, DataLoader):
-        return _with_labels(data), True
-    loader, collate = copy.copy(data), data.collate_fn
-    object.__setattr__(loader, "dataset", _with_labels(data.dataset))
-    if collate is not default_collate:
-        object.__setattr__(loader, "collate_fn", partial(_collated, collate))
-    return loader, True
+        return (ChangedItems if _has_places(data) else ChangedStream)(data, change)
+    loader = copy.copy(data)
+    object.__setattr__(loader, "dataset", _changed(data.dataset, change))
+    return loader
 
 
 def _is_bare(data: object) -> bool:
@@ -60,12 +96,6 @@ def _is_bare(data: object) -> bool:
 def _has_places(items: object) -> bool:
     """True for a data set with `[i]`: torch's streams have one that fails."""
     return hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
-
-
-def _with_labels(items: Any) -> ChangedItems:
-    """Returns a data set or a stream with a 0 for each item."""
-    kind = ChangedItems if _has_places(items) else ChangedStream
-    return kind(items, lambda item, _: (out_of_one(item), 0))
 
 
 def out_of_one(batch: Any) -> Any:

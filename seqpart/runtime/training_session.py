@@ -21,6 +21,7 @@ from seqpart.data.padding import Padding
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, form_of_labels, form_of_rows, write_rows
 from seqpart.data.step_losses import StepLosses
+from seqpart.data.unlabelled import with_inputs
 from seqpart.device.device import Device
 from seqpart.device.sampler import Proof
 from seqpart.errors import DataError, ModelError, OptionError
@@ -291,6 +292,7 @@ class TrainingSession:
         """Returns loss and accuracy of the current model on `data`, as `Trainer.evaluate` does. Rows are kept: a loader is
         iterated once."""
         session = self._session
+        data = with_inputs(data, session.planner.model)
         split = in_type_of(self._example, kept_rows(data, self._settings, self._padding, labelled=self._example.labelled))
         self._refuse_unlike(split)
         with self._working():

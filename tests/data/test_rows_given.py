@@ -5,7 +5,7 @@ on to a forward with **kwargs, which left it unused."""
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from seqpart import Trainer
 from seqpart.errors import DataError, ModelError
@@ -148,6 +148,67 @@ def test_several_inputs_go_with_several_labels_however_they_are_given(x_by_name,
         options = {"mem_limit": "2GB", "method": "full", "batch_size": 8, "epochs": 1, "shuffle": False, "quiet": True}
         losses |= {Trainer(Two(), both, **options, output_dir=tmp_path / name).fit(data).train_losses}
     assert len(losses) == 1
+
+
+class Ratings(nn.Module):
+    """Two ids in, a score out: a matrix factorization."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.films = nn.Embedding(9, 4), nn.Embedding(7, 4)
+        self.score = nn.Linear(4, 1)
+
+    def forward(self, user, film):
+        return self.score(self.users(user) * self.films(film)).squeeze(1)
+
+
+class Stream(IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def rating_rows():
+    user, film = torch.arange(24) % 9, torch.arange(24) * 5 % 7
+    return user, film, (user - film).float()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda *rows: TensorDataset(*rows),
+        lambda *rows: DataLoader(TensorDataset(*rows), batch_size=8),
+        lambda *rows: [tuple(one.item() for one in item) for item in zip(*rows, strict=True)],
+        lambda *rows: [((int(user), int(film)), float(score)) for user, film, score in zip(*rows, strict=True)],
+        lambda *rows: DataLoader(Stream(list(zip(*(one.numpy() for one in rows), strict=True))), batch_size=8),
+    ],
+    ids=["tensors", "loader", "numbers", "pairs", "stream of scalars"],
+)
+def test_numbers_are_inputs_of_their_own_for_a_model_that_takes_several(given, tmp_path):
+    """A TensorDataset of users, films and ratings was refused: "expected the inputs (user, film); found one tensor"."""
+
+    def made(name):
+        torch.manual_seed(0)
+        options = {"mem_limit": "2GB", "method": "full", "batch_size": 8, "shuffle": False, "quiet": True}
+        return Trainer(Ratings(), "mse", **options, output_dir=tmp_path / name)
+
+    user, film, score = rating_rows()
+    one, other = made("one"), made("other")
+    data = given(user, film, score)
+    expected, found = one.fit(((user, film), score), ((user, film), score)), other.fit(data, data)
+    assert (found.train_losses, found.test_loss) == (expected.train_losses, expected.test_loss)
+    assert other.evaluate(data).loss == pytest.approx(expected.test_loss)
+    with made("loop").session(data) as session:
+        loss = session.step(((user[:8], film[:8]), score[:8]))
+        assert loss != session.evaluate(data).loss == session.evaluate(((user, film), score)).loss
+
+
+def test_numbers_are_one_row_for_a_model_that_takes_one_input(tmp_path):
+    torch.manual_seed(0)
+    rows = [((0.0, 1.0), 1), ((1.0, 1.0), 0)] * 8
+    assert Trainer(nn.Linear(2, 2), mem_limit="2GB", method="full", batch_size=8, quiet=True).plan(rows)
 
 
 def test_several_inputs_without_labels_are_a_tuple_in_a_tuple(tmp_path):
