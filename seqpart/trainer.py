@@ -182,11 +182,14 @@ class Trainer:
         """Returns the training and test rows; the settings take their loader's batch size and order."""
         with translate_oom(self.device, "the data were looked at"):
             asked = self._asked[1] if self._asked is not None and self._asked[0] is self.settings else self.settings
-            train, test = with_inputs(train, self.model), with_inputs(test, self.model)
+            train, test = self._with_inputs(train), self._with_inputs(test)
             rows, tests, self.settings = rows_of(train, test, asked, self._padding, labelled=self._labelled)
             self._asked = self.settings, asked
             rows = in_type_of(self.model, rows)
             return rows, in_type_of(rows, tests)
+
+    def _with_inputs(self, data: object) -> object:
+        return with_inputs(data, self.model, self._loss)
 
     def _fitting(
         self, stack: ExitStack, prepare: Callable[..., Planner], plan: Callable[[Planner], ExecutionPlan],
@@ -401,7 +404,7 @@ class Trainer:
 
         Raises what `fit` raises.
         """
-        data = with_inputs(data, self.model)
+        data = self._with_inputs(data)
         split = in_type_of(self.model, rows_to_evaluate(data, self.settings, self._padding, labelled=self._labelled))
         return self._evaluated(f"evaluation of {split.count} rows", split, weights, compute_metrics)
 
@@ -467,7 +470,7 @@ class Trainer:
             settings, reporter = loop_settings(asked, folder), Reporter(quiet=self._quiet)
             refuse_taken_places(asked.output_dir, resume, overwrite=settings.overwrite)
             resumed = None if at is None else resume_point_of(at, settings, session=True)
-            example = with_inputs(example, self.model)
+            example = self._with_inputs(example)
             padding = for_data(self._padding, (with_zeros(example, self._labelled)[0],))
             rows = in_type_of(self.model, largest_batch(example, settings, padding, labelled=self._labelled))
             if learns and asked.unfreeze is not None:
@@ -490,7 +493,7 @@ class Trainer:
                 )
             reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (self.settings.max_steps or 1)))
             silent = stack.enter_context(closing(WarningsAlone()))
-            loop = TrainingSession(self.device, folder, rows, asked, turns, padding)
+            loop = TrainingSession(self.device, folder, rows, asked, turns, padding, self._with_inputs)
             run = Run(planner, prepared, silent, sampler, stack, observer=loop.observer, resumed=resumed)
             silent.close()  # a log of every step would grow without end
             with run.limited(rows=False), closing(loop):

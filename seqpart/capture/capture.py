@@ -64,7 +64,7 @@ def chain_of(
             "anomaly detection is on (torch.autograd.set_detect_anomaly): it looks at the values of every gradient, and a "
             "model is measured on tensors without values. Turn it off: a run ends with a message if a loss is not finite."
         )
-    if _has_a_forward(model) or (isinstance(model, nn.Module) and (in_chunks or tile_of(model) > 0 or _repeats(model))):
+    if _has_a_forward(model) or (isinstance(model, nn.Module) and (form or in_chunks or tile_of(model) > 0 or _repeats(model))):
         return _traced(_Asked(model, shape, dtype, form, None, autocast, outputs, in_chunks, row))[0]
     if in_chunks:
         raise ModelError("--loss-chunks goes with an nn.Module; found a list of blocks. Give nn.Sequential(*blocks).")

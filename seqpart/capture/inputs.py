@@ -46,7 +46,7 @@ Form = tuple[Input, ...]
 
 
 class Several(tuple[Any, ...]):
-    """The inputs of a row, in order, where each may be a single number."""
+    """The inputs or the labels of a row, in order, where each may be a single number."""
 
 
 def takes_several(model: object) -> bool:

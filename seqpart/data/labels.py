@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqpart.capture.inputs import Form, as_tensor, described, form_of, nbytes_of, one_row, packed, some_rows, unpacked
+from seqpart.capture.inputs import Form, Several, as_tensor, described, form_of, nbytes_of, one_row, packed, some_rows, unpacked
 from seqpart.errors import DataError, first_line
 from seqpart.model.losses import LossFunction, LossName, loss_named
 
@@ -30,8 +30,8 @@ _NARROW = {
 
 def are_several(label: object) -> bool:
     """True if the label of a row, or those of all rows, are more than one tensor: a dict, or a tuple or list with a tensor
-    that has dimensions."""
-    if isinstance(label, Mapping):
+    that has dimensions, or a Several."""
+    if isinstance(label, Mapping | Several):
         return True
     return isinstance(label, tuple | list) and any(len(getattr(part, "shape", ())) > 0 for part in label)
 
@@ -114,7 +114,7 @@ def plain(label: Any) -> Any:
     if not isinstance(label, torch.Tensor):
         return label
     label = label.detach().cpu()
-    return label.item() if label.numel() == 1 else (label.float() if label.dtype == torch.bfloat16 else label).numpy()
+    return label.item() if not label.ndim else (label.float() if label.dtype == torch.bfloat16 else label).numpy()
 
 
 def loss_for(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
+from seqpart.capture.inputs import Several
 from seqpart.config import Config
 from seqpart.data.padding import ITEM, Padding, Sizes, padded, padded_source, sizes_of, tokenizer_says
 from seqpart.data.source import Job, Part, Source, SourceReader, generators_kept, kept_type
@@ -144,7 +145,7 @@ class Pair:
         if isinstance(self._x, dict):
             return {name: part[index] for name, part in self._x.items()}, self._y[index]
         if isinstance(self._x, tuple | list):
-            return tuple(part[index] for part in self._x), self._y[index]
+            return Several(part[index] for part in self._x), self._y[index]
         return self._x[index], self._y[index]
 
 

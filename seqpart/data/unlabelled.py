@@ -7,6 +7,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -42,34 +43,45 @@ def with_zeros(data: Any, labelled: bool = False) -> tuple[Any, bool]:
     return changed, True
 
 
-def with_inputs(data: Any, model: object) -> Any:
-    """Returns data, or several sets by name, whose items have several numbers as x, each of them as an input of its own if
-    `model` takes several inputs: (user, item, rating). Other data as they are."""
-    if not takes_several(model):
-        return data
+def with_inputs(data: Any, model: object, loss: object = None) -> Any:
+    """Returns data, a batch, or several sets by name, in which numbers are inputs and labels of their own, as they come to
+    `model` and `loss` in a plain loop: x of shape (rows,), items (id, label), (user, item, rating) if the model takes several
+    inputs, and (x, (age, sex)) for a loss that is a function of the user's. Other data as they are."""
     if are_named(data):
-        return {name: with_inputs(part, model) for name, part in data.items()}
-    if data is None or isinstance(data, Split | str | tuple) or is_pair(data):
+        return {name: with_inputs(part, model, loss) for name, part in data.items()}
+    if not isinstance(model, nn.Module) or data is None or isinstance(data, Split | str):
+        return data
+    if (
+        isinstance(data, tuple | list)
+        and len(data) == 2
+        and np.ndim(data[0]) == 1
+        and hasattr(data[0], "shape")
+        and is_pair(data)
+    ):
+        return (data[0],), data[1]
+    if isinstance(data, tuple) or is_pair(data):
         return data
     if isinstance(data, DataLoader) and data.collate_fn is not default_collate:  # it makes tensors of them
         return data
+    own = callable(loss) and not loss.__module__.startswith("torch.")
+    change = partial(_with_numbers, several=takes_several(model), own_loss=own)
     item = _first_item(data.dataset if isinstance(data, DataLoader) else data, default_collate)
-    return _changed(data, lambda item, _: _with_several(item)) if _has_numbers(item) else data
+    return data if change(item) is item else _changed(data, lambda item, _: change(item))
 
 
-def _has_numbers(item: object) -> bool:
-    """True for an item with several numbers as x."""
+def _with_numbers(item: Any, *, several: bool, own_loss: bool) -> Any:
+    """Returns an item whose x is a number, or with `several` numbers, as one with inputs of their own; and with `own_loss` a
+    tuple of numbers as labels of their own. Others unchanged."""
     if not isinstance(item, tuple | list) or len(item) < 2:
-        return False
-    x, _ = x_and_y(item, "")
-    return isinstance(x, tuple | list) and len(x) > 1 and not any(map(np.ndim, x))
-
-
-def _with_several(item: Any) -> Any:
-    if not _has_numbers(item):
         return item
     x, y = x_and_y(item, "")
-    return Several(x), y
+    numbers = x if isinstance(x, tuple | list) and several and len(x) > 1 else (x,)
+    alone, labels = all(map(_is_number, numbers)), own_loss and isinstance(y, tuple) and len(y) > 1 and all(map(_is_number, y))
+    return (Several(numbers) if alone else x, Several(y) if labels else y) if alone or labels else item
+
+
+def _is_number(part: object) -> bool:
+    return isinstance(part, Number) or getattr(part, "shape", None) == ()
 
 
 def _changed(data: Any, change: Callable[[Any, int], Any]) -> Any:

@@ -21,7 +21,6 @@ from seqpart.data.padding import Padding
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, form_of_labels, form_of_rows, write_rows
 from seqpart.data.step_losses import StepLosses
-from seqpart.data.unlabelled import with_inputs
 from seqpart.device.device import Device
 from seqpart.device.sampler import Proof
 from seqpart.errors import DataError, ModelError, OptionError
@@ -137,14 +136,15 @@ class TrainingSession:
     that it then raises leaves the session as it is, so that the caller's handler can still export what was trained. A
     second signal ends the step at once, and the session with it.
 
-    example: rows, as many as the largest batch has.
+    example: rows, as many as the largest batch has. with_inputs: makes numbers inputs of their own (data/unlabelled.py).
     """
 
     def __init__(
-        self, device: Device, folder: Path, example: Split, settings: Settings, turns: Turns, padding: Padding | None = None
+        self, device: Device, folder: Path, example: Split, settings: Settings, turns: Turns, padding: Padding | None,
+        with_inputs: Callable[[object], object],
     ) -> None:  # fmt: skip
         self._device, self._folder, self._example, self._most = device, folder, example, settings.max_steps
-        self._settings, self._padding, self._turns = settings, padding, turns
+        self._settings, self._padding, self._turns, self._with_inputs = settings, padding, turns, with_inputs
         self._steps: Generator[None, None, None] | None = None
         self._batch_rows = self.updates = 0
         """updates: number of finished updates."""
@@ -238,7 +238,9 @@ class TrainingSession:
         or step(name, batch) where losses have names. Returns its loss before the update: the mean over the rows, or over what
         the loss counted of them."""
         name, batch = self._turns.batch_of(given)
-        split = batch_rows(batch, padding=self._padding, form=self._example.form, labelled=self._example.labelled)
+        split = batch_rows(
+            self._with_inputs(batch), padding=self._padding, form=self._example.form, labelled=self._example.labelled
+        )
         split = in_type_of(self._example, split)
         self._refuse_unlike(split)
         if split.count > self._example.count:
@@ -291,9 +293,8 @@ class TrainingSession:
     def evaluate(self, data: object, *, compute_metrics: ComputeMetrics = None) -> Evaluation:
         """Returns loss and accuracy of the current model on `data`, as `Trainer.evaluate` does. Rows are kept: a loader is
         iterated once."""
-        session = self._session
-        data = with_inputs(data, session.planner.model)
-        split = in_type_of(self._example, kept_rows(data, self._settings, self._padding, labelled=self._example.labelled))
+        session, data, example = self._session, self._with_inputs(data), self._example
+        split = in_type_of(example, kept_rows(data, self._settings, self._padding, labelled=example.labelled))
         self._refuse_unlike(split)
         with self._working():
             self._bring_home()

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from seqpart import Trainer
 from seqpart.data.classes import count_classes
@@ -178,6 +179,50 @@ def test_items_and_whole_tensors_give_the_same_labels():
 def test_an_item_of_dicts_has_its_labels_as_a_dict_too():
     split = as_split(Items([{"x": rows(1, 6)[i], "labels": some(DETECTED, i)} for i in range(ROWS)]), "training")
     assert [one.name for one in split.label_form] == ["boxes", "classes"] and [one.name for one in split.form] == ["x"]
+
+
+@given(st.lists(st.integers(1, 3), max_size=3), st.sampled_from([torch.float32, torch.float64, torch.int64, torch.uint8]))
+def test_labels_of_a_data_set_have_the_shape_of_its_tensors(shape, dtype):
+    """A tensor of one number lost its dimensions: targets (rows, 1) of a TensorDataset came as (rows,), and MSELoss compared
+    each output with those of all rows, in silence where a batch was not divided."""
+    x, y = rows(1, 6), whole_numbers(2, 4, *shape).to(dtype)
+    whole, items = as_split((x, y), "training"), as_split(TensorDataset(x, y), "training")
+    assert items.labels.shape == y.shape
+    assert torch.equal(items.labels, whole.labels)
+
+
+def test_a_regression_from_a_data_set_has_the_bits_of_a_plain_loop(tmp_path):
+    x, y = rows(1, 6), rows(2, 1)
+    model, plain = (nn.Sequential(*vectors()[:2], nn.Linear(16, 1)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    options = {"mem_limit": "2GB", "method": "full", "batch_size": BATCH, "epochs": 1, "shuffle": False, "quiet": True}
+    Trainer(model, nn.MSELoss(), torch.optim.Adam, **options, output_dir=tmp_path).fit(TensorDataset(x, y), TensorDataset(x, y))
+    optimizer = torch.optim.Adam(plain.parameters())
+    for at in range(0, ROWS, BATCH):
+        optimizer.zero_grad()
+        F.mse_loss(plain(x[at : at + BATCH]), y[at : at + BATCH]).backward()
+        optimizer.step()
+    for name, found in model.state_dict().items():
+        assert torch.equal(found, plain.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kind", ["numbers", "scalars", "loader"])
+def test_a_tuple_of_numbers_comes_to_a_function_as_labels_of_their_own(kind, tmp_path):
+    """They came as one tensor (rows, 2), of which labels[0] is a row, and the loss was refused for sizes that do not match."""
+    x, one, other = rows(1, 6), rows(2), whole_numbers(3, 4)
+
+    def loss(output, labels):
+        return F.mse_loss(output[:, 0], labels[0]) + F.cross_entropy(output[:, 1:], labels[1])
+
+    items = [(x[i], (one[i].item(), other[i].item()) if kind == "numbers" else (one[i], other[i])) for i in range(ROWS)]
+    losses = []
+    for name, data in {"pair": (x, (one, other)), kind: DataLoader(items, BATCH) if kind == "loader" else items}.items():
+        options = {"mem_limit": "2GB", "method": "full", "batch_size": BATCH, "epochs": 1, "shuffle": False, "quiet": True}
+        run = Trainer(nn.Sequential(*vectors()), loss, **options, output_dir=tmp_path / name)
+        losses.append(run.fit(data, data).train_losses)
+    assert losses[0] == losses[1]
+    vector = [(x[i], (1.0, 2.0)) for i in range(ROWS)]
+    assert Trainer(nn.Linear(6, 2), nn.MSELoss(), **options).plan(vector), "torch's own losses take one tensor"
 
 
 @given(st.integers(1, 5), st.lists(st.integers(1, 4), max_size=3), st.lists(st.integers(1, 4), max_size=2))

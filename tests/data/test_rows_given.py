@@ -2,6 +2,8 @@
 where its rows had two numbers it was trained on; a dict of tensors was asked for its item 0; a misspelled input was passed
 on to a forward with **kwargs, which left it unused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -106,6 +108,8 @@ def test_other_names_are_left_to_a_forward_that_takes_any():
 
 def test_a_list_of_blocks_is_given_its_tensor_by_no_name():
     with pytest.raises(ModelError, match=r"a row has a dict of x \(4,\) float32. Give the tensor itself, \(x, y\)"):
+        trainer(lambda: [*one_tensor()]).plan(({"x": X}, Y))
+    with pytest.raises(DataError, match=r"the inputs that Sequential takes \(input\); found x \(4,\) float32"):
         trainer(one_tensor).plan(({"x": X}, Y))
 
 
@@ -203,6 +207,35 @@ def test_numbers_are_inputs_of_their_own_for_a_model_that_takes_several(given, t
     with made("loop").session(data) as session:
         loss = session.step(((user[:8], film[:8]), score[:8]))
         assert loss != session.evaluate(data).loss == session.evaluate(((user, film), score)).loss
+
+
+@pytest.mark.parametrize("kind", ["items", "loader", "session"])
+def test_rows_of_one_number_come_to_the_model_as_in_a_plain_loop(kind, tmp_path):
+    """Ids of shape (rows,) were refused, and as a data set ended in an IndexError."""
+    ids = torch.arange(24) % 9
+
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(9, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    options = {"mem_limit": "2GB", "method": "streamed", "partitions": 2, "batch_size": 8, "shuffle": False, "quiet": True}
+    model, plain = made(), made()
+    one = Trainer(model, None, torch.optim.Adam, **options, output_dir=tmp_path / "run")
+    items = [(int(x), int(y)) for x, y in zip(ids, Y, strict=True)]
+    if kind == "session":
+        with one.session((ids[:8], Y[:8])) as session:
+            for at in range(0, 24, 8):
+                session.step((ids[at : at + 8], Y[at : at + 8]))
+    else:
+        one.settings = replace(one.settings, epochs=1)
+        one.fit(items if kind == "items" else DataLoader(TensorDataset(ids, Y), batch_size=8), (ids, Y))
+    optimizer = torch.optim.Adam(plain.parameters())
+    for at in range(0, 24, 8):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(ids[at : at + 8]), Y[at : at + 8]).backward()
+        optimizer.step()
+    for name, found in model.state_dict().items():
+        assert torch.equal(found, plain.state_dict()[name]), name
 
 
 def test_numbers_are_one_row_for_a_model_that_takes_one_input(tmp_path):
