@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -60,13 +61,19 @@ def takes_several(model: object) -> bool:
     )
 
 
+def dims_of(part: object) -> int:
+    """Number of dimensions of a tensor, an array or a number; -1 of anything else."""
+    if isinstance(part, Number):
+        return 0
+    return len(part.shape) if hasattr(part, "shape") and hasattr(part, "dtype") else -1
+
+
 def is_several(x: object) -> bool:
-    """True if the x of a row, or of all rows, is more than one tensor: a dict, tuple or list of tensors, or a Several."""
+    """True if the x of a row, or of all rows, is more than one tensor: a dict, a Several, or a tuple or list with a tensor."""
     if isinstance(x, Mapping | Several):
         return True
-    if not isinstance(x, tuple | list) or not all(hasattr(part, "shape") and hasattr(part, "dtype") for part in x):
-        return False
-    return any(len(part.shape) for part in x)  # else they are numbers, which make one row
+    dims = list(map(dims_of, x)) if isinstance(x, tuple | list) else []
+    return min(dims, default=-1) >= 0 and max(dims) > 0  # numbers alone make one row
 
 
 def form_of(x: object, where: str, *, whole: bool) -> Form:

@@ -7,7 +7,6 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from seqpart.capture.inputs import Several, is_several, takes_several
+from seqpart.capture.inputs import Several, dims_of, is_several, takes_several
 from seqpart.data.source import ChangedItems, ChangedStream, generators_kept
 from seqpart.data.splits import Split, is_pair, x_and_y
 from seqpart.data.test_sets import are_named
@@ -51,15 +50,9 @@ def with_inputs(data: Any, model: object, loss: object = None) -> Any:
         return {name: with_inputs(part, model, loss) for name, part in data.items()}
     if not isinstance(model, nn.Module) or data is None or isinstance(data, Split | str):
         return data
-    if (
-        isinstance(data, tuple | list)
-        and len(data) == 2
-        and np.ndim(data[0]) == 1
-        and hasattr(data[0], "shape")
-        and is_pair(data)
-    ):
-        return (data[0],), data[1]
-    if isinstance(data, tuple) or is_pair(data):
+    if is_pair(data):
+        return ((data[0],), data[1]) if len(getattr(data[0], "shape", ())) == 1 else data
+    if isinstance(data, tuple):
         return data
     if isinstance(data, DataLoader) and data.collate_fn is not default_collate:  # it makes tensors of them
         return data
@@ -75,13 +68,10 @@ def _with_numbers(item: Any, *, several: bool, own_loss: bool) -> Any:
     if not isinstance(item, tuple | list) or len(item) < 2:
         return item
     x, y = x_and_y(item, "")
-    numbers = x if isinstance(x, tuple | list) and several and len(x) > 1 else (x,)
-    alone, labels = all(map(_is_number, numbers)), own_loss and isinstance(y, tuple) and len(y) > 1 and all(map(_is_number, y))
+    numbers = x if several and isinstance(x, tuple | list) and len(x) > 1 else (x,)
+    alone = not any(map(dims_of, numbers))
+    labels = own_loss and isinstance(y, tuple) and len(y) > 1 and not any(map(dims_of, y))
     return (Several(numbers) if alone else x, Several(y) if labels else y) if alone or labels else item
-
-
-def _is_number(part: object) -> bool:
-    return isinstance(part, Number) or getattr(part, "shape", None) == ()
 
 
 def _changed(data: Any, change: Callable[[Any, int], Any]) -> Any:

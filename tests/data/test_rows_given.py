@@ -238,6 +238,27 @@ def test_rows_of_one_number_come_to_the_model_as_in_a_plain_loop(kind, tmp_path)
         assert torch.equal(found, plain.state_dict()[name]), name
 
 
+def test_a_number_beside_a_tensor_is_an_input_of_its_own(tmp_path):
+    """(image, age) with an age that Python made was refused: "only one element tensors can be converted"."""
+
+    class Aged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image, self.age = nn.Linear(4, 8), nn.Embedding(9, 8)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, image, age):
+            return self.head(self.image(image) + self.age(age))
+
+    losses = []
+    for name, data in {
+        "pair": ((X, torch.arange(24) % 9), Y),
+        "items": [((X[i], i % 9), int(Y[i])) for i in range(24)],
+    }.items():
+        losses.append(trainer(Aged, tmp_path / name, shuffle=False).fit(data).train_losses)
+    assert losses[0] == losses[1]
+
+
 def test_numbers_are_one_row_for_a_model_that_takes_one_input(tmp_path):
     torch.manual_seed(0)
     rows = [((0.0, 1.0), 1), ((1.0, 1.0), 0)] * 8
