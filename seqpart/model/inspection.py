@@ -31,8 +31,9 @@ def kept_modes(model: object) -> Iterator[object]:
     the model."""
     parts = [model] if isinstance(model, nn.Module) else model
     roots = [part for part in parts if isinstance(part, nn.Module)] if isinstance(parts, list | tuple) else []
-    trains = any(root.training for root in roots)
-    kept = list(dict.fromkeys(part for root in roots for part in _evaluating(root, trains)))
+    mixed = {root for root in roots if not root.training and any(part.training and _obeys(part) for part in root.modules())}
+    trains = bool(mixed) or any(root.training for root in roots)
+    kept = list(dict.fromkeys(part for root in roots for part in _evaluating(root, trains, mixed=root in mixed)))
     for part in kept:
         part.train = MethodType(_stay, part)  # type: ignore[method-assign]
     try:
@@ -42,14 +43,19 @@ def kept_modes(model: object) -> Iterator[object]:
             vars(part).pop("train", None)
 
 
-def _evaluating(module: nn.Module, trains: bool) -> Iterator[nn.Module]:
-    """Parts in evaluation inside a model that trains. trains: True if the parent does. A part with its own `train` decides for
-    itself."""
-    trains = module.training if hasattr(type(module), "from_pretrained") else trains
-    if trains and not module.training and type(module).train is nn.Module.train and "train" not in vars(module):
+def _evaluating(module: nn.Module, trains: bool, *, mixed: bool) -> Iterator[nn.Module]:
+    """Parts in evaluation inside a model that trains. trains: True if the parent does. mixed: True in a model in evaluation
+    that has parts in training: no library left it so."""
+    trains = module.training if not mixed and hasattr(type(module), "from_pretrained") else trains
+    if trains and not module.training and _obeys(module):
         yield module
     for part in module.children():
-        yield from _evaluating(part, trains)
+        yield from _evaluating(part, trains, mixed=mixed)
+
+
+def _obeys(module: nn.Module) -> bool:
+    """False for a module with its own `train`, which decides for itself."""
+    return type(module).train is nn.Module.train and "train" not in vars(module)
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:

@@ -112,6 +112,38 @@ def test_a_model_that_came_in_evaluation_as_a_whole_trains(make, tmp_path):
     assert counted == [8, 8]
 
 
+class Probed(Pretrained):
+    """A pretrained model inside another."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = Pretrained()
+        self.last = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+        self.first, self.norm = nn.Identity(), nn.Identity()
+
+
+@pytest.mark.parametrize(("make", "method"), [(Normed, "streamed"), (stacked, "full"), (Probed, "checkpointed")])
+@pytest.mark.few(2)
+def test_a_part_that_came_in_training_inside_a_model_in_evaluation_alone_does_not_evaluate(make, method, tmp_path):
+    """Linear probing: model.eval(), model.head.train(). All of it was in training, and statistics of the frozen part moved."""
+    torch.manual_seed(1)
+    model, other = make().eval(), make()
+    other.load_state_dict(model.state_dict())
+    *evaluating, head = model.children()
+    head.train()
+    for part in evaluating:
+        part.requires_grad_(False)
+    modes = [part.training for part in model.modules()]
+    trainer, rows = fitted(tmp_path, model, method)
+    assert "in evaluation while the rest trains, as they came: " in str(trainer.plan(rows))
+    trainer.fit(rows)
+    for part in [*other.children()][:-1]:
+        part.requires_grad_(False)
+    expected = plain(other, rows, [*other.children()][:-1])
+    assert [name for name, value in expected.items() if not torch.equal(value, model.state_dict()[name])] == []
+    assert [part.training for part in model.modules()] == modes
+
+
 def test_a_train_of_its_own_is_left_to_a_part(tmp_path):
     """The idiom of many scripts, in either direction."""
     model = stacked()
