@@ -18,7 +18,7 @@ from torch import nn
 from seqpart.errors import Interrupted, ModelError, OptionError
 from seqpart.methods.ist.parts import JointChain
 from seqpart.model.blocks import Block, Chain
-from seqpart.model.inspection import stays
+from seqpart.model.inspection import left_as_they_are, stays
 from seqpart.model.live_modules import modules_of
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.blocks import BlockCost
@@ -137,14 +137,20 @@ class Pauses:
         self.changed = False
         """True if the set of trainable parameters differs from that of the last update."""
         self._blocks = [(block, cost) for block, cost in zip(chain, costs, strict=True) if block.alive is not None]
-        modules = [module for block, _ in self._blocks if block.alive is not None for module in block.alive.modules()]
+        alive = [block.alive for block, _ in self._blocks if block.alive is not None]
+        modules = [module for one in alive for module in one.modules()]
         every = [*modules_of(model)]
         self._held: list[Mapping[str, Any]] = [held for one in every for held in (one._parameters, one._buffers, one._modules)]
         """The parameters, the buffers, or the modules in each module by name."""
         self._rows = {id(one._modules) for one in every if isinstance(one, nn.Sequential | nn.ModuleList | nn.ModuleDict)}
         """Ids of those in which a module that is added would run too."""
-        self._modules = [one for one in modules if type(one).train is nn.Module.train and not stays(one)]
-        """Modules that are in training mode, or in evaluation, all together."""
+        with left_as_they_are(modules):
+            for module in alive:
+                module.train()
+            self._modes = {one: one.training for one in modules}
+        """True for each module that trains in training mode."""
+        self._shown = self._modes
+        """The modes that the user's code finds, and sets."""
         self._own: list[_Own] = []
         self._planned = {
             block.exported(name): (block, name)
@@ -200,15 +206,15 @@ class Pauses:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context in which the user's code runs. Raises ModelError if it unfroze parameters that the plan has no room for, or
-        changed the mode of some modules."""
-        before, modes = [own.parameter.requires_grad for own in self._own], [one.training for one in self._modules]
+        """A context in which the user's code runs. Raises ModelError if it unfroze parameters that the plan has no room for."""
+        before = [own.parameter.requires_grad for own in self._own]
         parts = [(held, dict(held)) for held in self._held]
         for own in self._own:
             own.parameter.requires_grad_(own.learns)
         away, options = [*self._taken()], [(one, _options(one)) for one in self._optimizers()]
         try:
-            yield
+            with self._with_modes():
+                yield
         except BaseException:
             with suppress(ModelError):
                 self._obey(self._given_back(away, before))  # a run that goes on after the error must know it
@@ -222,14 +228,6 @@ class Pauses:
                     f"another {kind} was put in the place of {name!r} during a run, or added by that name. It trains what the "
                     "model came with. Change the model before the run, or end a session, and begin another."
                 )
-        now = [one.training for one in self._modules]
-        if now != modes and len({*now}) > 1:  # a model that is put in one mode as a whole is put in another for the next pass
-            odd = next(one for one, mode, then in zip(self._modules, now, modes, strict=True) if mode is not then)
-            raise ModelError(
-                f"the mode (train, eval) of some modules was changed during a run, of {type(odd).__name__} first. Every pass "
-                "sets it, and this change would be lost. Call eval() before the run on what is to stay in evaluation; end a "
-                "session, and begin another."
-            )
         if any(_options(one) != then for one, then in options):
             raise OptionError(
                 "the options of an optimizer (its param_groups) were changed during a run. An optimizer is rebuilt for each "
@@ -237,6 +235,39 @@ class Pauses:
                 "torch.optim.lr_scheduler, such as a LambdaLR."
             )
         self._obey(wanted)
+
+    @contextmanager
+    def callback(self) -> Iterator[None]:
+        """A pause after which the run goes on. Raises ModelError as `refuse_changes` does."""
+        with self.pause():
+            yield
+        self.refuse_changes()
+
+    def refuse_changes(self) -> None:
+        """Raises ModelError if the user's code changed modes, and left them so."""
+        if odd := [one for one, training in self._modes.items() if self._shown[one] is not training]:
+            raise ModelError(
+                f"the mode (train, eval) of some modules was changed during a run, of {type(odd[0]).__name__} first, which "
+                f"trains in {'training' if self._modes[odd[0]] else 'evaluation'} mode to the end. Put it back before the next "
+                "step: model.train(), and eval() of what came in evaluation. Call eval() before the run on what is to stay in "
+                "evaluation; for other modes end a session, and begin another."
+            )
+
+    @contextmanager
+    def _with_modes(self) -> Iterator[None]:
+        """A context in which modules have the modes that the user's code gave them, and may change in any way."""
+        modes = {one: one.training for one in self._modes}
+        trains = {one: vars(one).pop("train") for one in modes if stays(one)}
+        for one, training in self._shown.items():
+            vars(one)["training"] = training
+        try:
+            yield
+        finally:
+            self._shown = {one: one.training for one in modes}
+            for one, training in modes.items():
+                vars(one)["training"] = training
+            for one, train in trains.items():
+                vars(one)["train"] = train
 
     def _given_back(self, away: Sequence[tuple[torch.Tensor, type]], before: Sequence[bool]) -> list[bool]:
         """Restores everything as it was before the pause. Returns the requires_grad that the user wants, per parameter."""

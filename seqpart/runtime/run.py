@@ -97,7 +97,7 @@ class Run:
         self.pauses = Pauses(
             prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_own, planner.late, planner.model
         )
-        self.watch = Watch(self._observer, self.settings, sampler, kept, self.pauses.pause)
+        self.watch = Watch(self._observer, self.settings, sampler, kept, self.pauses.callback)
         self.heard = self.watch.heard(len(prepared.plan.partitions), planner.test.sets)
         self.homes = WeightStore(planner, prepared, self.scratch, reporter, self._explaining_memory, stack)
         self.homes.store.watched = self._observer.watched

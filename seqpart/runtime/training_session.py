@@ -252,6 +252,7 @@ class TrainingSession:
             raise OptionError(f"--max-steps {self._most}: all of them are done.")
         with self._working():
             with self._refusing():
+                self._session.pauses.refuse_changes()
                 self._rows.feed(split)
             self._turns.take(name)
             if self._steps is None or split.count != self._batch_rows or self._session.pauses.changed:

@@ -169,15 +169,15 @@ def test_dropout_that_evaluates_agrees_in_every_exact_method_and_is_verified(tmp
     assert not model[1].training and "train" not in vars(model[1])
 
 
-def test_a_mode_that_is_changed_during_a_run_is_refused_and_of_the_whole_model_is_no_matter():
+def test_a_mode_that_is_changed_during_a_run_is_refused_and_one_that_is_put_back_is_no_matter():
     """norm.eval() between two steps was lost in silence: the next pass set every mode again."""
     torch.manual_seed(1)
     model, (x, y) = Normed(), (torch.randn(16, WIDTH), torch.arange(16) % 3)
     trainer = Trainer(model, mem_limit="2GB", method="full", batch_size=8, quiet=True)
     with trainer.session((x, y)) as session:
         session.step((x[:8], y[:8]))
-        session.evaluate((x, y))
         model.eval()
+        session.evaluate((x, y))
         model.train()
         session.step((x[8:], y[8:]))
         model.norm.eval()
@@ -190,3 +190,38 @@ def test_a_mode_that_is_changed_during_a_run_is_refused_and_of_the_whole_model_i
 
     with pytest.raises(ModelError, match=r"Call eval\(\) before the run on what is to stay in evaluation"):
         trainer.fit((x, y), callbacks=[Freezing()])
+
+
+@pytest.mark.parametrize("method", ["full", "streamed"])
+def test_the_mode_of_the_whole_model_is_refused_before_a_step_where_it_is_not_that_of_the_run(method):
+    """train() unfreezes a BatchNorm in a plain loop, and eval() holds for the next update: both were lost in silence."""
+    torch.manual_seed(1)
+    model, other = Normed(), Normed()
+    other.load_state_dict(model.state_dict())
+    for part in (*normed_of(model), *normed_of(other)):
+        part.eval()
+    x, y = torch.randn(16, WIDTH), torch.arange(16) % 3
+    trainer = Trainer(model, None, "sgd", lr=0.1, mem_limit="2GB", method=method, batch_size=8, micro_batch_size=8, quiet=True)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with trainer.session((x, y)) as session:
+        for change, first in ((model.train, "BatchNorm1d.* evaluation mode"), (model.eval, "Linear.* training mode")):
+            change()
+            session.evaluate((x, y))  # as it always does
+            with pytest.raises(ModelError, match=rf"some modules was changed during a run, of {first}"):
+                session.step((x[:8], y[:8]))
+            model.train()
+            for part in normed_of(model):
+                part.eval()
+            session.step((x[:8], y[:8]))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(other(x[:8]), y[:8]).backward()
+            optimizer.step()
+    assert [name for name, value in other.state_dict().items() if not torch.equal(value, model.state_dict()[name])] == []
+    assert not model.norm.training and "train" not in vars(model.norm)
+
+    class Unfreezing:
+        def on_step(self, event):
+            model.train()
+
+    with pytest.raises(ModelError, match="BatchNorm1d first"):
+        trainer.fit((x, y), callbacks=[Unfreezing()])
