@@ -150,6 +150,7 @@ class Cutter:
         wholes, tile = whole_names(self._model), tile_of(self._model)
         head = None if training.head is None else built(training.head, segment)
         chain = Chain(blocks, differentiable, self._aliases(blocks), wholes, tile, whole_parts=whole_parts, head=head)
+        chain.reads = training.reads | evaluating.reads
         return checked(chain)
 
     def _segment(

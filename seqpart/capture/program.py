@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend
 
 
@@ -105,6 +106,8 @@ class Program:
     """Numbers that such a loss takes beside the labels."""
     head: "RecordedHead | None" = None
     """The last layer behind the output, if the loss is to compute it."""
+    reads: frozenset[tuple[nn.Module, str]] = frozenset()
+    """Modules and names of their attributes that code between layers read: their values are in the ops."""
 
 
 @dataclass(frozen=True, slots=True)

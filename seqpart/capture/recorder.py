@@ -34,6 +34,7 @@ from seqpart.capture.program import (
 from seqpart.capture.segment import Segment, Steps
 from seqpart.capture.unrecorded import LARGEST, HiddenPaths, Layers, ReadNumbers, why_not
 from seqpart.errors import ModelError, first_line
+from seqpart.model.inspection import OF_TORCH
 from seqpart.model.packs import ROWS
 from seqpart.profile.fake_mode import asks_for_values, run_for_real
 
@@ -87,6 +88,7 @@ class Recorder(TorchFunctionMode):
         self.ops: list[Op] = []
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.learns: set[int] = set()
+        self.reads: set[tuple[nn.Module, str]] = set()
         self._blocks, self._paths, self._names, self._autocast = blocks, paths, names, autocast
         self._numbers: dict[int, int] = {}
         """Number of each tensor, by its id."""
@@ -155,9 +157,15 @@ class Recorder(TorchFunctionMode):
                 return script(function, *args, **kwargs)
             return self._record(function, lambda: script(function, *args, **kwargs), args, kwargs)
 
+        def read(module: nn.Module, name: str) -> Any:
+            if not self._inside and name not in OF_TORCH and name[:2] != "__":
+                self.reads.add((module, name))
+            return object.__getattribute__(module, name)
+
         applies = patch.object(torch.autograd.Function, "apply", classmethod(applied))
         scripts = patch.object(torch.jit.ScriptFunction, "__call__", scripted)
-        with patch.object(nn.Module, "__call__", call), applies, scripts:
+        reads = patch.object(nn.Module, "__getattribute__", read)
+        with patch.object(nn.Module, "__call__", call), applies, scripts, reads:
             yield
 
     def _call(self, before: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -372,4 +380,6 @@ class Recorder(TorchFunctionMode):
 def program_of(recorder: Recorder, number: int, without: Set[int] = frozenset()) -> Program:
     """Returns the recorded ops that output `number` needs, and those that change a buffer and take none of `without`."""
     ops, _ = needed_for({number}, recorder.ops, without=without)
-    return Program(ops=ops, output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns))
+    return Program(
+        ops=ops, output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns), reads=frozenset(recorder.reads)
+    )

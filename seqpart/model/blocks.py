@@ -218,6 +218,8 @@ class Chain(Sequence[Block]):
         self.wholes, self.tile, self.begins = wholes or {}, tile, begins
         self.ends = (*begins[1:], len(self._blocks))
         """Block numbers after those that return the network's output, one for each of `begins`."""
+        self.reads = frozenset[tuple[nn.Module, str]]()
+        """Modules and names of their attributes whose values are in what the blocks do."""
         self.row: Callable[[], torch.Tensor] | None = None
         """Returns a row of the data, (1, ...), which a block is run on if its shapes depend on values."""
 

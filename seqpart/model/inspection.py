@@ -336,6 +336,13 @@ def remembered(modules: Iterable[nn.Module]) -> Remembered:
     return found
 
 
+def held_in(attributes: Iterable[tuple[nn.Module, str]]) -> Remembered:
+    """Snapshot of these attributes of modules, of the tensors there without what they hold."""
+    values = {(one, name): vars(one).get(name, getattr(type(one), name, None)) for one, name in attributes}
+    looks = {at: _looks(value, versions=False) for at, value in {id(value): value for value in values.values()}.items()}
+    return {key: looks[id(value)] for key, value in values.items()}
+
+
 def beside(module: nn.Module) -> list[torch.Tensor]:
     """Returns the tensors that the module holds in plain attributes, and in lists and dicts there."""
     values = [value for part in module.modules() for name, value in vars(part).items() if name not in OF_TORCH]
@@ -359,14 +366,17 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _looks(value: object, deep: int = _DEEP) -> object:
+def _looks(value: object, deep: int = _DEEP, *, versions: bool = True) -> object:
     if isinstance(value, torch.Tensor):
-        return id(value), value._version
+        return id(value), versions and value._version
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, list | tuple | dict | deque):
-        return type(value), len(value), tuple(_looks(leaf, deep) for leaf in itertools.islice(_leaves(value), _MOST))
-    return repr(value) if is_plain(value) else (type(value), _looks(_state(value), deep - 1) if deep else None)
+        leaves = itertools.islice(_leaves(value), _MOST)
+        return type(value), len(value), tuple(_looks(leaf, deep, versions=versions) for leaf in leaves)
+    if is_plain(value) or (isinstance(value, FunctionType | BuiltinFunctionType) and not versions):
+        return repr(value)
+    return type(value), _looks(_state(value), deep - 1, versions=versions) if deep else None
 
 
 def _state(value: object) -> object:

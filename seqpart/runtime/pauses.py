@@ -18,7 +18,7 @@ from torch import nn
 from seqpart.errors import Interrupted, ModelError, OptionError
 from seqpart.methods.ist.parts import JointChain
 from seqpart.model.blocks import Block, Chain
-from seqpart.model.inspection import left_as_they_are, stays
+from seqpart.model.inspection import held_in, left_as_they_are, stays
 from seqpart.model.live_modules import modules_of
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.blocks import BlockCost
@@ -130,6 +130,8 @@ class Pauses:
         self._in_parts = isinstance(chain, JointChain)
         self._wholes: Mapping[str, str] = chain.wholes if isinstance(chain, Chain) else {}
         """{name of a tile: the parameter of the model that it is a part of}."""
+        self._fixed = self._left = held_in(chain.reads if isinstance(chain, Chain) else ())
+        """What is in attributes that code between layers reads, as layers have set it, and as the user's code left it."""
         self._left_out = set[str]()
         """Names of parameters that do not learn because the loss of the step has no gradient for them."""
         self.unplanned: list[str] = []
@@ -213,7 +215,7 @@ class Pauses:
             own.parameter.requires_grad_(own.learns)
         away, options = [*self._taken()], [(one, _options(one)) for one in self._optimizers()]
         try:
-            with self._with_modes():
+            with self._as_left():
                 yield
         except BaseException:
             with suppress(ModelError):
@@ -243,8 +245,18 @@ class Pauses:
             yield
         self.refuse_changes()
 
-    def refuse_changes(self) -> None:
-        """Raises ModelError if the user's code changed modes, and left them so."""
+    def refuse_changes(self, *, trains: bool = True) -> None:
+        """Raises ModelError if the user's code has changed attributes that code between layers reads, or modes. trains: False
+        for an evaluation, which has a mode of its own."""
+        if changed := [key for key, value in self._fixed.items() if self._left[key] != value]:
+            module, name = changed[0]
+            raise ModelError(
+                f"{name} of {type(module).__name__} was changed during a run. Code between layers reads it, and runs once, "
+                "when the model is cut into blocks. Read it inside a layer (a module of its own that gets the tensor), or keep "
+                "a tensor there and change that in place (fill_); or end a session, and begin another."
+            )
+        if not trains:
+            return
         if odd := [one for one, training in self._modes.items() if self._shown[one] is not training]:
             raise ModelError(
                 f"the mode (train, eval) of some modules was changed during a run, of {type(odd[0]).__name__} first, which "
@@ -254,8 +266,10 @@ class Pauses:
             )
 
     @contextmanager
-    def _with_modes(self) -> Iterator[None]:
-        """A context in which modules have the modes that the user's code gave them, and may change in any way."""
+    def _as_left(self) -> Iterator[None]:
+        """A context in which modules have the modes that the user's code gave them. Notes what it changes."""
+        found = held_in(self._fixed)
+        self._fixed = {key: value if found[key] == self._left[key] else found[key] for key, value in self._fixed.items()}
         modes = {one: one.training for one in self._modes}
         trains = {one: vars(one).pop("train") for one in modes if stays(one)}
         for one, training in self._shown.items():
@@ -263,7 +277,7 @@ class Pauses:
         try:
             yield
         finally:
-            self._shown = {one: one.training for one in modes}
+            self._left, self._shown = held_in(self._fixed), {one: one.training for one in modes}
             for one, training in modes.items():
                 vars(one)["training"] = training
             for one, train in trains.items():

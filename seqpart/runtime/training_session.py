@@ -304,6 +304,7 @@ class TrainingSession:
             boundaries.discard("test", 0)  # left by an evaluation that an error ended
             boundaries.labels["test"], boundaries.label_types["test"] = split.labels, split.label_type
             with self._refusing():
+                session.pauses.refuse_changes(trains=False)
                 rows = boundaries.create("test", 0, self._planned.input_layout, split.count)
                 write_rows(split, rows.append)
                 rows.finish()

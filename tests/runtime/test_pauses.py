@@ -4,6 +4,8 @@ who learns is obeyed, and weights, which may be anywhere, are refused where they
 `full` clamped a weight and `streamed` did not, freezing worked in one of them and unfreezing in none, all without a word.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -463,3 +465,101 @@ def test_a_layer_that_is_added_between_two_steps_is_refused():
         model.append(nn.Tanh())
         with pytest.raises(ModelError, match="another module was put in the place of '2' during a run, or added"):
             session.step(BATCHES[1])
+
+
+class Annealed(nn.Module):
+    """Reads attributes between its layers, in them, and in a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), Scaled(), nn.Linear(16, 3)
+        self.tau, self.beta, self.note, self.order, self.options = 1.0, 1.0, 0, [1, 2], {"skip": False}
+        self.mask, self.gain = torch.ones(16), torch.tensor(1.0)
+        self.act = torch.relu
+
+    def forward(self, x, labels=None):
+        h = self.act(self.a(x) / self.tau) * self.mask * self.gain
+        for power in self.order:
+            h = h + self.b(h) ** power / self.b.width
+        out = self.c(h if self.options["skip"] else h + self.b(h))
+        return out if labels is None else {"loss": F.cross_entropy(out, labels) * self.tau, "logits": out}
+
+    def loss(self, out, labels):
+        return F.cross_entropy(out, labels) * self.beta
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 16)
+        self.scale, self.width = 1.0, 0.5
+
+    def forward(self, x):
+        self.width = float(x.shape[1])  # which is no change of the user's
+        return super().forward(x) * self.scale
+
+
+ATTRIBUTES = {
+    "tau of Annealed": lambda model, update: setattr(model, "tau", 0.5**update),
+    "mask of Annealed": lambda model, update: setattr(model, "mask", model.mask.clone()),
+    "order of Annealed": lambda model, update: model.order.append(1),
+    "options of Annealed": lambda model, update: model.options.update(skip=True),
+    "act of Annealed": lambda model, update: setattr(model, "act", torch.tanh),
+    "width of Scaled": lambda model, update: setattr(model.b, "width", 2.0),
+}
+
+
+@pytest.mark.parametrize(("name", "method", "way"), in_turn([*ATTRIBUTES], METHODS[:2], WAYS))
+@pytest.mark.few(2)
+def test_an_attribute_that_code_between_layers_reads_is_refused_where_it_is_changed(name, method, way, tmp_path):
+    """A weight of a loss, a temperature or a flag kept what it was when the model was recorded, in silence."""
+    with pytest.raises(ModelError, match=rf"{name} was changed during a run\. Code between layers reads it"):
+        trained(Annealed(), method, way, ATTRIBUTES[name], tmp_path)
+
+
+def test_it_may_be_put_back_and_is_refused_before_an_evaluation_and_in_a_loss_of_the_model_too():
+    model = Annealed()
+    made = Trainer(model, "model", mem_limit="2GB", method="full", batch_size=8, quiet=True)
+    batch = {"x": ROWS[0][:8], "labels": ROWS[1][:8]}
+    with made.session(batch) as session:
+        model.tau = 0.5
+        for use in (session.step, session.step, session.evaluate):
+            with pytest.raises(ModelError, match="tau of Annealed"):
+                use(batch)
+        model.tau = 1.0
+        session.step(batch)
+        model.tau = 0.5  # of no matter any more
+
+
+@pytest.mark.parametrize(("method", "way"), in_turn(METHODS[:2], WAYS))
+def test_attributes_that_nothing_between_layers_reads_are_obeyed(method, way, tmp_path):
+    """In layers, in a loss, and tensors that are changed in place: the cures that the refusal names."""
+
+    def touch(model, update):
+        model.note, model.beta, model.b.scale = update, 1 / update, 1 + update / 10
+        model.mask[update] = 0.0
+        model.gain.fill_(0.9**update)
+
+    def plain(model):
+        optimizer = adamw(model.parameters())
+        for update, (x, y) in enumerate(BATCHES, 1):
+            optimizer.zero_grad()
+            model.loss(model(x), y).backward()
+            optimizer.step()
+            touch(model, update)
+        return model
+
+    torch.manual_seed(0)
+    model = Annealed()
+    other = copy.deepcopy(model)
+    made = Trainer(
+        model, model.loss, adamw, mem_limit="2GB", method=method, batch_size=8, micro_batch_size=8, quiet=True,
+        **({} if way == "session" else {"epochs": 2, "shuffle": False, "output_dir": tmp_path / "run"}),
+    )  # fmt: skip
+    if way == "session":
+        with made.session(BATCHES[0]) as session:
+            for update, batch in enumerate(BATCHES, 1):
+                session.step(batch)
+                touch(model, update)
+    else:
+        made.fit(ROWS, callbacks=[Touching(model, touch)])
+    assert_same(model, plain(other))

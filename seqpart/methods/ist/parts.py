@@ -157,7 +157,7 @@ class JointChain(Chain):
             [*whole, *blocks], begins=tuple(range(0, len(whole) + len(blocks), len(whole))), aliases=whole.aliases,
             differentiable=learn and frozenset(n + part * values for n in learn for part in range(parts.count + 1)),
         )  # fmt: skip
-        self.parts = parts
+        self.parts, self.reads = parts, whole.reads
 
 
 def parted(chain: Chain, *, count: int, group: int, seed: int) -> JointChain:
