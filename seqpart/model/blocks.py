@@ -65,7 +65,6 @@ class Block:
         """{own name of a parameter: its position among the parameters of the whole model}."""
         self.learns = dict[str, bool]()
         """{name of a parameter: new requires_grad}, as set by the user, or by --unfreeze, since the run began."""
-        self._modes = [(module, module.training) for module in self.alive.modules()] if self.alive is not None else []
         # Read now: the module is empty when it is measured, and when it is measured again with fewer rows.
         self._shapes = {name: _on_meta(t) for name, t in tensors_of(self.alive).items()} if self.alive is not None else {}
         held = set(map(id, beside(self.alive))) if self.alive is not None else set()
@@ -164,18 +163,15 @@ class Block:
         """Returns another module from the factory, not the one to be trained."""
         return _called(self._source, self)
 
-    def restore_modes(self) -> None:
-        """Restores, for a module given alive, each submodule's `training` and each parameter's `requires_grad`: a pass over the
-        test rows turns gradients off."""
-        for module, training in self._modes:
-            module.training = training
+    def restore_learning(self) -> None:
+        """Restores requires_grad of parameters of a module given alive: a pass over the test rows turns gradients off."""
         for name, parameter in self.alive.named_parameters() if self.alive is not None else ():
             if name in self._shapes:
                 parameter.requires_grad_(self.learns.get(name, self._shapes[name].requires_grad))
 
     def left_as_it_is(self) -> AbstractContextManager[None]:
         """A context after which a module given alive has its earlier attributes again: no cache of fake tensors, no mode."""
-        return left_as_they_are(module for module, _ in self._modes)
+        return left_as_they_are(self.alive.modules() if self.alive is not None else ())
 
     def exported(self, name: str) -> str:
         """Name of the block's tensor `name` in the model's own state_dict."""

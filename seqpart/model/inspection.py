@@ -27,10 +27,11 @@ _WORDS = 4
 
 @contextmanager
 def kept_modes(model: object) -> Iterator[object]:
-    """A context in which parts of a model (a module, or a list of them) that came in evaluation mode stay in it; its value is
-    the model."""
+    """A context in which parts of a model (a module, or a list of them) that came in evaluation mode stay in it, after which
+    all have the modes that they came in; its value is the model."""
     parts = [model] if isinstance(model, nn.Module) else model
     roots = [part for part in parts if isinstance(part, nn.Module)] if isinstance(parts, list | tuple) else []
+    modes = {part: part.training for root in roots for part in root.modules()}
     mixed = {root for root in roots if not root.training and any(part.training and _obeys(part) for part in root.modules())}
     trains = bool(mixed) or any(root.training for root in roots)
     kept = list(dict.fromkeys(part for root in roots for part in _evaluating(root, trains, mixed=root in mixed)))
@@ -41,6 +42,8 @@ def kept_modes(model: object) -> Iterator[object]:
     finally:
         for part in kept:
             vars(part).pop("train", None)
+        for part, mode in modes.items():
+            part.training = mode
 
 
 def _evaluating(module: nn.Module, trains: bool, *, mixed: bool) -> Iterator[nn.Module]:

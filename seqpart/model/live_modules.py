@@ -348,7 +348,7 @@ class LiveModules:
                     taken.back(taken.on(*back[id(piece)]))
             for block in self._blocks:
                 if block.number in self._taken:
-                    block.restore_modes()
+                    block.restore_learning()
         finally:
             os.close(self._file)
             self._file, self._taken, self._pieces = -1, {}, []

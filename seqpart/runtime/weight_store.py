@@ -265,7 +265,7 @@ class WeightStore:
             if block.alive is not None:
                 attach(block.module, self._each_alone(block, cost.layout))
                 bring_to_cpu(block.module)
-                block.restore_modes()
+                block.restore_learning()
                 self._planner.live_modules.keep(block)
 
     def _each_alone(self, block: Block, layout: Layout) -> dict[str, torch.Tensor]:

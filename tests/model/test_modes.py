@@ -216,8 +216,9 @@ def test_the_mode_of_the_whole_model_is_refused_before_a_step_where_it_is_not_th
             optimizer.zero_grad()
             nn.functional.cross_entropy(other(x[:8]), y[:8]).backward()
             optimizer.step()
+        model.eval()
     assert [name for name, value in other.state_dict().items() if not torch.equal(value, model.state_dict()[name])] == []
-    assert not model.norm.training and "train" not in vars(model.norm)
+    assert model.training and not model.norm.training and "train" not in vars(model.norm)
 
     class Unfreezing:
         def on_step(self, event):
