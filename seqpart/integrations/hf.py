@@ -149,7 +149,6 @@ class Trainer:
             align_special_tokens(self.model, self.processing_class)  # a classifier looks for the last token before the padding
         trainer, lengths = self._trainer(), self._lengths()
         train, tests = self._loaders(lengths)
-        self.model.train()  # all of it, as theirs does
         place = self._output_dir if resume_from_checkpoint is True else resume_from_checkpoint
         resume = Path(place) if place else None
         if resume is not None and (resume / RUN).is_dir():
@@ -161,6 +160,7 @@ class Trainer:
                 self._relay.recall(as_state(manifests.load(resume)).loop.evaluations.all)
             if self.args.eval_on_start:
                 self.evaluate()
+            self.model.train()  # all of it, as theirs does
             with self._empty_model("train"):
                 try:
                     self.result = trainer.fit(

@@ -164,6 +164,7 @@ class Relay:
         if not self._in_epoch:
             self._in_epoch = True
             self._call("on_epoch_begin")
+            self.handler.model.train()
 
     def _next_epoch_begins(self) -> None:
         if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
@@ -189,6 +190,7 @@ class Relay:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
 
     def _ends(self, event: StepEvent | EpochEvent | EvalEvent) -> None:
+        self.handler.model.train()  # as before every step of theirs, whatever a callback did
         if self.control.should_training_stop:
             event.stop("a callback of transformers")
 

@@ -180,6 +180,23 @@ def test_what_a_callback_freezes_as_an_epoch_begins_is_frozen_in_its_first_updat
     same_weights(found, expected)
 
 
+class Evaluating(transformers.TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **_):
+        model.dropout.eval()
+
+    def on_epoch_begin(self, args, state, control, model=None, **_):
+        model.base_model.eval()
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        model.eval()
+
+
+def test_modes_that_callbacks_set_are_of_no_matter_as_in_transformers(tmp_path):
+    """Its loop calls model.train() before every step, and a change of modes was refused."""
+    (_, expected), (_, found) = (trained(tmp_path, whose, callbacks=[Evaluating()], num_train_epochs=2) for whose in TRAINERS)
+    same_weights(found, expected)
+
+
 def stop(state, control):
     control.should_training_stop = state.global_step == 2
 
