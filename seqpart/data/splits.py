@@ -184,6 +184,11 @@ class Split:
         return self.count if self.source is None else self.source.rows
 
     @property
+    def has_all_labels(self) -> bool:
+        """False if only labels of the first rows are known."""
+        return len(self.labels) >= self.count
+
+    @property
     def tokens(self) -> bool:
         return self.dtype == TOKENS
 

@@ -314,7 +314,8 @@ class Inputs:
         divided = None if {min(size, self.train.count) for size in sizes} == {batch} else self.full_batch
         shape, dtype, labels = self._loss_input_shape(last), last.output_dtype, self.train.labels
         found = reduction_of(
-            self._final_loss, shape, dtype, labels, self.test.labels, batch=divided, chosen=batch is not None
+            self._final_loss, shape, dtype, labels, self.test.labels, batch=divided, chosen=batch is not None,
+            complete=(self.whole and self.train.has_all_labels, self.test.has_all_labels),
         )  # fmt: skip
         return found if self.chain.head is None else replace(found, tried=False)  # a cross-entropy, whose outputs are not held
 
