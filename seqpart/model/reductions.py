@@ -316,6 +316,21 @@ def _tried(
     return found
 
 
+def refuse_other_labels(
+    loss: LossFunction, reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor
+) -> None:
+    """Raises OptionError for labels with which a trial finds that parts of a batch add up otherwise than `reduction` says."""
+    try:
+        found = tried(loss, reduction if reduction.counts is not None else None, shape, dtype, labels)
+    except (DataError, OptionError):  # what it says of itself was confirmed before
+        return
+    if found.kind is not reduction.kind:
+        raise OptionError(
+            f"loss {name_of(loss)}: the loss of this batch is not that of its micro-batches added up, as it was with the "
+            f"example's labels (a mask, or ignored labels, which those had not?). {_CURE}"
+        )
+
+
 def _of_the_batch(loss: LossFunction, batch: int) -> OptionError:
     return OptionError(
         f"loss {name_of(loss)}: it takes a number of the whole batch (a balance of experts, a deviation, scores of all pairs "
@@ -481,6 +496,7 @@ class _Trial:
         labels, (few, more) = self._labels, self._rows
         places = torch.linspace(0, len(labels) - 1, few + more, dtype=torch.float64).long()
         if self._packed:  # no number among their bytes is a label
+            yield from (labels[torch.cat([row[None], places[1:]])] for row in _ends(self._loss, labels))
             yield from (labels[(places + shift) % len(labels)] for shift in range(_VALUES))
             return
         real = labels[places].to(label_dtype(labels))
@@ -491,6 +507,16 @@ class _Trial:
         ends = torch.stack(torch.aminmax(labels))
         for value in torch.cat([ends, values[counts.argsort(descending=True)]])[:_VALUES]:
             yield torch.cat([torch.full_like(real[:few], value.item()), real[few:]])
+
+
+def _ends(loss: Any, labels: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Numbers of rows with the lowest, and the highest, of each of the labels of a row, a tensor of one number each."""
+    flat = ([part.reshape(len(some), -1) for part in loss.parts(some)] for some in torch.split(labels, 1024))
+    pieces = [[(part.amin(1), part.amax(1)) for part in parts] for parts in flat]
+    for one in zip(*pieces, strict=True):
+        lowest, highest = map(torch.cat, zip(*one, strict=True))
+        yield lowest.argmin()
+        yield highest.argmax()
 
 
 _HELD_BYTES = 256 << 10

@@ -252,6 +252,8 @@ class TrainingSession:
             raise OptionError(f"--max-steps {self._most}: all of them are done.")
         with self._working():
             with self._refusing():
+                if split.count > self._session.prepared.stages[0].micro_batch:
+                    self._session.planner.look_at_labels(split.labels)
                 self._rows.feed(split)
             self._turns.take(name)
             if self._steps is None or split.count != self._batch_rows or self._session.pauses.changed:

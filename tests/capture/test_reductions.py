@@ -175,6 +175,34 @@ def test_a_stream_counts_labels_that_its_first_rows_have_not(tmp_path):
         torch.testing.assert_close(load_file(results[1].weights)[key], tensor, rtol=1e-4, atol=1e-6)
 
 
+def test_a_session_refuses_labels_with_which_a_loss_adds_up_otherwise(tmp_path):
+    """A loss of the user's was tried with the example's labels alone, and a mask or -100 that came later weighed by rows."""
+    (x, y), _ = padded(-100)
+    loss, whole = by_position(F.cross_entropy), y.clamp(min=0)
+    options = {"mem_limit": "2GB", "method": "full", "batch_size": BATCH, "quiet": True}
+    with Trainer(language_model(), loss, micro_batch_size=2, **options).session((x[:BATCH], whole[:BATCH])) as session:
+        session.step((x[:BATCH], whole[:BATCH]))
+        with pytest.raises(OptionError, match="as it was with the example's labels"):
+            session.step((x[:BATCH], y[:BATCH]))
+        session.step((x[:BATCH], whole[:BATCH]))
+    with Trainer(language_model(), loss, micro_batch_size=BATCH, **options).session((x[:BATCH], whole[:BATCH])) as session:
+        session.step((x[:BATCH], y[:BATCH]))
+
+
+def test_the_rows_of_least_labels_are_tried_where_a_row_has_several(tmp_path):
+    """A mask that is shorter in one row of many was not among the few that were tried."""
+    x, y, mask = torch.zeros(4000, 6, dtype=torch.int64), torch.zeros(4000, 6, dtype=torch.int64), torch.ones(4000, 6)
+    mask[1234, 2:] = 0
+
+    def loss(output, labels):
+        each = F.cross_entropy(output.transpose(1, 2), labels["y"], reduction="none") * labels["mask"]
+        return each.sum() / labels["mask"].sum()
+
+    trainer = Trainer(language_model(), loss, mem_limit="2GB", method="full", batch_size=BATCH, quiet=True)
+    with pytest.raises(OptionError, match="neither the mean of its parts' by their rows"):
+        trainer.plan((x, {"y": y, "mask": mask}))
+
+
 def test_sessions_have_the_bits_of_rows_while_all_labels_count(tmp_path):
     (x, y), _ = tokens(rows=ROWS)
     options = {
