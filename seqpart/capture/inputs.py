@@ -165,7 +165,10 @@ def refuse_misfit(model: nn.Module, form: Form, labels: str = "") -> None:
     except TypeError as error:
         problem = str(error)
     if problem:
-        cure = "Give each in x: a dict by name, or a tuple in order; where rows have no labels, fit(((a, b),))."
+        cure = (
+            "Give each in x: a dict by name, or a tuple in order; several labels as (x, (y, w)); where rows have no labels, "
+            "fit(((a, b),))."
+        )
         if near:
             cure = f"Did you mean {' and '.join(near)}?"
         raise DataError(
