@@ -12,7 +12,7 @@ from torch import nn
 
 from seqpart.capture.cutting import Cutter, blocks_of
 from seqpart.capture.head import head_of
-from seqpart.capture.inputs import Form, described, refuse_misfit, unpacked
+from seqpart.capture.inputs import Form, described, refuse_misfit, takes_a_dict, unpacked
 from seqpart.capture.outputs import OtherRows, Outputs
 from seqpart.capture.own_loss import (
     LABELS,
@@ -296,7 +296,7 @@ def run_on_rows(
     """Runs a model on rows of that form. Models of transformers take them by name."""
     if form:
         args, kwargs = unpacked(rows, form)
-        return model(*args, **kwargs, **labels)
+        return model({**kwargs, **labels}) if takes_a_dict(model, form) else model(*args, **kwargs, **labels)
     name = getattr(model, "main_input_name", None)
     return model(**{name: rows}, **labels) if isinstance(name, str) else model(rows, **labels)
 

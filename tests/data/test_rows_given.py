@@ -113,6 +113,23 @@ def test_a_list_of_blocks_is_given_its_tensor_by_no_name():
         trainer(one_tensor).plan(({"x": X}, Y))
 
 
+def test_a_forward_of_one_parameter_takes_the_inputs_by_name_as_one_dict(tmp_path):
+    """forward(self, batch) was refused: "expected the inputs (batch); found left, right"."""
+
+    class OfBatch(Two):
+        def forward(self, batch):
+            return super().forward(batch["left"], batch["right"])
+
+    rows = {"left": X, "right": X.flip(0), "labels": Y}
+    losses = [
+        trainer(model, tmp_path / model.__name__, shuffle=False, partitions=parts).fit(rows, rows).train_losses
+        for model, parts in ((Two, 1), (OfBatch, 1))
+    ]
+    assert losses[0] == losses[1]
+    with pytest.raises(DataError, match="Did you mean batch"):
+        trainer(OfBatch).plan(({"batches": X, "right": X}, Y))
+
+
 def test_inputs_by_name_may_come_in_any_order():
     """A batch with the names in another order was refused as of another kind, in bytes."""
     with trainer().session({"left": X[:8], "right": X[8:16], "labels": Y[:8]}) as session:
