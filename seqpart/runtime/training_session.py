@@ -136,7 +136,7 @@ class TrainingSession:
     that it then raises leaves the session as it is, so that the caller's handler can still export what was trained. A
     second signal ends the step at once, and the session with it.
 
-    example: rows, as many as the largest batch has. with_inputs: makes numbers inputs of their own (data/unlabelled.py).
+    example: rows, as many as the largest batch has. with_inputs: makes numbers inputs of their own (data/items.py).
     """
 
     def __init__(

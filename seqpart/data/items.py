@@ -1,6 +1,6 @@
-"""Items that lack something: labels, for a loss that takes none, or dimensions, where each input of a row is one number.
+"""Brings the user's items to one form: a label for each, and inputs and labels of their own where they are single numbers.
 
-Below this module every row has a label: a zero, which no loss gets; and a tuple of numbers is one input, or a Several.
+Below this module every row has a label: a zero, which no loss gets, where it came without; numbers are one row, or a Several.
 """
 
 import copy
