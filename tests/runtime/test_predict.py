@@ -86,3 +86,21 @@ def test_a_tensor_that_is_no_rows_is_refused(tmp_path):
 
     with pytest.raises(ModelError, match=r"predict: expected tensors of 8 rows from the model; found one of shape \(3,\)"):
         trainer(Odd(), tmp_path, lambda output: output[0].sum(), method="full", partitions=1).predict(X)
+
+
+def test_a_session_predicts_with_the_weights_of_its_last_step(tmp_path):
+    """What a policy does, and which rows are labelled next, is chosen by the model that is being trained."""
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.Adam(plain.parameters())
+    one = Trainer(model, None, torch.optim.Adam, mem_limit="2GB", method="streamed", partitions=2, batch_size=8, quiet=True)
+    with one.session((X[:8], Y[:8])) as session:
+        for at in (0, 8):
+            session.step((X[at : at + 8], Y[at : at + 8]))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(plain(X[at : at + 8]), Y[at : at + 8]).backward()
+            optimizer.step()
+            assert torch.equal(session.predict(X[:8]), plain(X[:8]).detach())
+        assert torch.equal(session.predict((X[:8], Y[:8])), session.predict(X[:8]))
+        assert session.predict(X).shape == (23, 4)
