@@ -98,6 +98,19 @@ def x_and_y(found: Any, where: str) -> tuple[Any, Any]:
     return (found[0] if len(found) == 2 else tuple(found[:-1])), found[-1]
 
 
+def refuse_nested(x: object, y: object, where: str) -> None:
+    """Raises DataError for a dict among the parts of x or of the labels y."""
+    for part in (x, y):
+        parts = part.items() if isinstance(part, Mapping) else enumerate(part) if isinstance(part, tuple) else ()
+        for key, inner in parts:
+            if isinstance(inner, Mapping):
+                raise DataError(
+                    f"{where}: expected a tuple or a dict of tensors; found a dict in it, as {key!r}, of "
+                    f"{', '.join(map(str, inner))}. Give each of these a name of its own, and let the model, or the loss, put "
+                    "them into a dict."
+                )
+
+
 def is_pair(data: object) -> TypeGuard[Sequence[Any]]:
     """True if `data` is (x, y) of all rows, or of a batch."""
     if not isinstance(data, tuple | list) or len(data) != 2:
@@ -238,7 +251,9 @@ def as_split(data: object, name: str, *, one_draw: bool = True) -> Split:
 
 def split_of(x: Any, y: Any, name: str) -> Split:
     """Returns a Split of the x and the labels y of all rows, each one tensor or several, see `as_split`. Raises DataError."""
-    (labels, label_form), where = labels_of_rows(y, name), f"{name} data"
+    where = f"{name} data"
+    refuse_nested(x, y, where)
+    labels, label_form = labels_of_rows(y, name)
     count, form = len(labels), () if hasattr(x, "shape") else form_of(x, where, whole=True)
     for part in (x,) if not form else x.values() if isinstance(x, Mapping) else x:
         rows = part.shape[0] if len(part.shape) else "no"  # zarr's arrays have no len()
@@ -312,7 +327,8 @@ def _from_items(items: Any, name: str, *, one_draw: bool) -> Split:
         count = len(items)
     if not count:
         raise DataError(f"{name} data: the set is empty. Give at least one row.")
-    x, _ = _item(items, 0, name)
+    x, y = _item(items, 0, name)
+    refuse_nested(x, y, f"{name} data: item 0")
     several = form_of(x, f"{name} data: item 0", whole=False) if is_several(x) else ()
     dtype = torch.uint8 if several else _dtype_of(x)
     first = _row(items, 0, name, several)[0]

@@ -63,6 +63,22 @@ def test_what_is_no_rows_with_labels_is_refused_with_what_is(rows, words, cache)
         trainer(one_tensor, cache=cache).plan(rows)
 
 
+NESTED = {
+    "rows": lambda: ({"a": {"b": X, "c": X}}, Y),
+    "labels": lambda: (X, {"a": {"b": Y, "c": Y}}),
+    "a tuple": lambda: [((x, {"b": x, "c": x}), y) for x, y in zip(X, Y, strict=True)],
+    "items": lambda: [({"a": {"b": x, "c": x}}, y) for x, y in zip(X, Y, strict=True)],
+    "a loader": lambda: DataLoader([*X], collate_fn=lambda some: {"a": {"b": X[:1], "c": X[:1]}, "labels": Y[: len(some)]}),
+}
+
+
+@pytest.mark.parametrize("given", NESTED)
+def test_a_dict_in_a_dict_is_refused_by_its_name(given):
+    """It was "Could not infer dtype of dict", and of a collate_fn "made 2 rows of 8 items"."""
+    with pytest.raises(DataError, match=r"data: .*a dict in it, as ('a'|1), of b, c\. Give each of these a name"):
+        trainer(loss=lambda output, labels: output.mean()).plan(NESTED[given]())
+
+
 def test_a_table_of_pandas_is_refused_and_its_columns_are_taken(recwarn):
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     table = pandas.DataFrame({name: X[:, number].numpy() for number, name in enumerate("abcd")} | {"y": Y.numpy()})
