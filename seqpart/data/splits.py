@@ -344,10 +344,7 @@ def _from_items(items: Any, name: str, *, one_draw: bool) -> Split:
             drawn = all_generators()
             read = [_row(items, i, name, several) for i in range(start, min(start + ROWS_AT_ONCE, count))]
             if not one_draw and all_generators() != drawn:
-                raise DataError(
-                    f"{name} data: some of the items {start}..{start + len(read) - 1} draw random numbers. Give --cache none, "
-                    "which reads rows anew in every epoch, or --cache rows, which keeps one draw of each."
-                )
+                raise _unstable(name, f"some of the items {start}..{start + len(read) - 1} draw random numbers")
             for i, (_, label) in enumerate(read if believed is not None else (), start):
                 if not _same_label(label, believed[i]):
                     raise DataError(
@@ -402,8 +399,9 @@ def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
 def _unstable(name: str, found: str) -> UnstableRows:
     return UnstableRows(
         f"{name} data: {found}: does the data set change items at random (augmentation)? Rows are read once and kept, so every "
-        "epoch would see the same draw. Give the data set without that, and let the model's first block augment, which draws "
-        "again in every epoch; or keep one draw on purpose: [data[i] for i in range(len(data))]."
+        "epoch would see the same draw. Give --cache none, or the data set without that, and let the model's first block "
+        "augment, which draws again in every epoch; or keep one draw on purpose: --cache rows, or [data[i] for i in "
+        "range(len(data))]."
     )
 
 
