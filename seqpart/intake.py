@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from seqpart.capture.inputs import Form, in_order
+from seqpart.data.items import out_of_one, with_zeros
 from seqpart.data.loaders import first_batch, for_data, test_rows, training_rows, with_loader
 from seqpart.data.mixing import mixed
 from seqpart.data.padding import Padding, padded
@@ -18,7 +19,6 @@ from seqpart.data.reader import WINDOW
 from seqpart.data.source import Source
 from seqpart.data.splits import Split, as_pair, as_split, first_rows, is_pair
 from seqpart.data.test_sets import together
-from seqpart.data.unlabelled import out_of_one, with_zeros
 from seqpart.errors import DataError
 from seqpart.fields import values_of
 from seqpart.settings import Settings

@@ -13,12 +13,12 @@ from typing import Any, Unpack, cast
 from seqpart.arguments import refuse_no_loss, refuse_no_modules, refuse_optimizer, refuse_options_beside
 from seqpart.callbacks import callers
 from seqpart.checkpoint.resume import ResumePoint, refuse_unlike_ranks, resume_point_of
+from seqpart.data.items import WithoutLabels, needs_labels, with_inputs, with_zeros
 from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, first_rows
 from seqpart.data.step_losses import StepLosses
-from seqpart.data.unlabelled import WithoutLabels, needs_labels, with_inputs, with_zeros
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
 from seqpart.device.ranks import begun_before, leads, leaving_on_error, per_machine, ranks_of, refuse_ranks
@@ -44,10 +44,12 @@ from seqpart.plan.ist import SubnetPreparation
 from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.profile.fake_mode import FakeMode
+from seqpart.profile.machine import existing
 from seqpart.report.reporter import Reporter, WarningsAlone, figures, planning_shown
 from seqpart.report.trackers import load
 from seqpart.runtime.observer import BeforeUpdate, Observer
 from seqpart.runtime.pauses import PlanAnew, let_learn
+from seqpart.runtime.predictions import Predictions, of_no_loss
 from seqpart.runtime.result import Evaluation, Result, carry_out, evaluated, evaluation_settings, with_average
 from seqpart.runtime.run import Run
 from seqpart.runtime.tracking import traced, tracked
@@ -408,6 +410,25 @@ class Trainer:
         split = in_type_of(self.model, rows_to_evaluate(data, self.settings, self._padding, labelled=self._labelled))
         return self._evaluated(f"evaluation of {split.count} rows", split, weights, compute_metrics)
 
+    def predict(self, data: object, *, weights: str | Path | None = None) -> Any:
+        """Returns what the model returns for rows, in order, in evaluation mode and under the limit.
+
+        data: rows as `fit` takes them, with or without labels, which are left out: x alone, a dict of inputs by name, or
+        ((a, b),) in order. weights: as for `evaluate`. The tensors (rows, ...) that it returns are mapped from an unnamed file
+        beside the run's, which goes when they are freed; those of bfloat16 are float32.
+
+        Raises what `evaluate` raises, and ModelError for a model that returns other tensors than a row's.
+        """
+        trainer = copy.copy(self)
+        trainer._loss, trainer._labelled, trainer._steps = WithoutLabels(of_no_loss), False, None
+        trainer.settings = replace(self.settings, loss=None, label_smoothing=0.0, loss_chunks="auto")
+        split = in_type_of(
+            self.model, rows_to_evaluate(self._with_inputs(data), trainer.settings, self._padding, labelled=False)
+        )
+        with closing(Predictions(existing(self.scratch_parent))) as found:
+            trainer._evaluated(f"predictions for {split.count} rows", split, weights, found)
+            return found.tree()
+
     def _evaluated(
         self, what: str, split: Split, weights: str | Path | None, metrics: ComputeMetrics, before: Proof | None = None
     ) -> Evaluation:
@@ -434,7 +455,8 @@ class Trainer:
             )
             silent, observer = stack.enter_context(closing(WarningsAlone())), Observer(metrics=own_metrics(metrics))
             found = evaluated(Run(planner, prepared, silent, sampler, stack, observer=observer), before)
-            reporter.say(f"{what}: {figures(found.loss, found.accuracy, found.metrics)}")
+            words = "" if isinstance(metrics, Predictions) else f": {figures(found.loss, found.accuracy, found.metrics)}"
+            reporter.say(f"{what}{words}")
             reporter.proof(found.proof)
         return found
 

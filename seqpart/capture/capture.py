@@ -3,16 +3,18 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from seqpart.capture.cutting import Cutter, blocks_of
 from seqpart.capture.head import head_of
-from seqpart.capture.inputs import Form, described, refuse_misfit, unpacked
+from seqpart.capture.inputs import Form, described, refuse_misfit, takes_a_dict, unpacked
 from seqpart.capture.outputs import OtherRows, Outputs
 from seqpart.capture.own_loss import (
     LABELS,
@@ -24,13 +26,14 @@ from seqpart.capture.own_loss import (
     scores_in,
     split_off,
 )
-from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves
+from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves, mapped
 from seqpart.capture.recorder import Inside, Recorder, program_of
 from seqpart.capture.sources import learned_through
 from seqpart.capture.unrecorded import HiddenPath, extremes, refuse_memory
 from seqpart.errors import ModelError
 from seqpart.model.blocks import Chain, as_chain, fake_like, refuse_without_values
 from seqpart.model.inspection import cure_of_tokens, cure_of_types, is_listened_to, left_as_they_are, listed, remembered
+from seqpart.model.loss_probe import generators_left_alone
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
 from seqpart.model.reductions import name_of
@@ -230,11 +233,7 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
         buffers, before = {part: dict(part._buffers) for part in outside}, remembered(outside)
 
         def run() -> Any:
-            found = run_on_rows(model, rows, asked.form, named)
-            if labels is None or labels.loss is None:
-                return found
-            logits = scored_output(model, found)
-            return {"loss": labels.loss(logits, own_labels[0]), "logits": logits}
+            return run_on_rows(model, rows, asked.form, named)
 
         def ran(*, again: bool = False) -> tuple[Recorder, Any]:
             recorder = Recorder(
@@ -248,6 +247,9 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
         recorder.refuse_changed_layers()
         recorder.refuse_replaced_buffers(buffers)
         refuse_memory(before, outside, lambda: ran(again=True), recorder.remembers)
+        if labels is not None and (own := labels.loss) is not None:
+            logits, given = scored_output(model, found), _taken(model, own, found, own_labels[0])
+            found = {"loss": _recorded_by(recorder, partial(own, given, own_labels[0])), "logits": logits}
         total = None if labels is None else loss_of(model, found)
         taken, loss = (found, None) if total is None else split_off(recorder, model, found, total, outputs, training=training)
         if taken is None and outputs is not None and outputs.joined is not None:
@@ -296,9 +298,21 @@ def run_on_rows(
     """Runs a model on rows of that form. Models of transformers take them by name."""
     if form:
         args, kwargs = unpacked(rows, form)
-        return model(*args, **kwargs, **labels)
+        return model({**kwargs, **labels}) if takes_a_dict(model, form) else model(*args, **kwargs, **labels)
     name = getattr(model, "main_input_name", None)
     return model(**{name: rows}, **labels) if isinstance(name, str) else model(rows, **labels)
+
+
+def _taken(model: nn.Module, loss: LossFunction, found: Any, labels: torch.Tensor) -> Any:
+    """Returns what a loss takes of what a model returned: all of it, or one tensor where it fails on all."""
+    try:
+        with generators_left_alone():  # on copies, since it may write into them
+            loss(mapped(found, lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf), labels.clone())
+    except (DataDependentOutputException, DynamicOutputShapeException):  # it came so far
+        return found
+    except Exception:
+        return scored_output(model, found)
+    return found
 
 
 def scored_output(model: nn.Module, found: Any, why_not: str = "") -> torch.Tensor:

@@ -50,6 +50,13 @@ class Several(tuple[Any, ...]):
     """The inputs or the labels of a row, in order, where each may be a single number."""
 
 
+def takes_a_dict(model: nn.Module, form: Form) -> bool:
+    """True if inputs by name go to the forward of `model` as one dict, its only parameter: forward(self, batch)."""
+    names = {one.name for one in form}
+    parameters = inspect.signature(model.forward).parameters.values() if len(names) > 1 else ()
+    return [(one.kind, one.name in names) for one in parameters] == [(inspect.Parameter.POSITIONAL_OR_KEYWORD, False)]
+
+
 def takes_several(model: object) -> bool:
     """True if the forward of `model` cannot be called with one input alone."""
     try:
@@ -158,6 +165,8 @@ def refuse_misfit(model: nn.Module, form: Form, labels: str = "") -> None:
     takes = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     free = set(takes) - set(names)
     near = [word for name in names if name not in takes for word in get_close_matches(name, free, n=1, cutoff=_NEAR)]
+    if not near and takes_a_dict(model, form):
+        return
     try:
         places = [None] * (sum(one.name is None for one in form) if form else 1)
         signature.bind(*places, **dict.fromkeys([*names, *([labels] if labels else [])]))
@@ -165,7 +174,10 @@ def refuse_misfit(model: nn.Module, form: Form, labels: str = "") -> None:
     except TypeError as error:
         problem = str(error)
     if problem:
-        cure = "Give each in x: a dict by name, or a tuple in order; where rows have no labels, fit(((a, b),))."
+        cure = (
+            "Give each in x: a dict by name, or a tuple in order; several labels as (x, (y, w)); where rows have no labels, "
+            "fit(((a, b),))."
+        )
         if near:
             cure = f"Did you mean {' and '.join(near)}?"
         raise DataError(

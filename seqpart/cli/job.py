@@ -10,8 +10,8 @@ from typing import ClassVar
 from seqpart.capture.inputs import takes_several
 from seqpart.config import DTYPES, MOST, Data, Files, Limits, LrSchedule, Method, Output, Precision
 from seqpart.data.classes import count_classes
+from seqpart.data.items import with_inputs
 from seqpart.data.splits import Split, count_tokens
-from seqpart.data.unlabelled import with_inputs
 from seqpart.device.limit import RUNTIME_VARIES, limit_of, refused
 from seqpart.errors import BadInput, DoesNotFit, OptionError
 from seqpart.fields import PerPartition

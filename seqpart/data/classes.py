@@ -55,7 +55,7 @@ def count_classes(
     for split, found in (train, least), (test, least_tested if train.labels.ndim > 1 else 0):
         if found < 0:
             raise DataError(f"{split.name} labels: found class {found}; expected classes that count from 0.")
-    if not learns or len(train.labels) < train.count:  # only the first rows of an uncounted stream are known
+    if not learns or not train.has_all_labels:  # only the first rows of an uncounted stream are known
         return 1 + max(most, most_tested)
     if least == most and not contrasts:
         raise DataError(f"{train.name} labels: every row has class {least}. Training needs at least two classes.")

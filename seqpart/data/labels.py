@@ -62,6 +62,12 @@ def in_one(pieces: Iterable[torch.Tensor], count: int, form: Form) -> torch.Tens
     return found
 
 
+def parts_of(labels: torch.Tensor, form: Form) -> list[torch.Tensor]:
+    """Returns each of the labels that rows of bytes hold, or the labels themselves if a row has one."""
+    by_place, by_name = unpacked(labels, form) if form else ([labels], dict[str, torch.Tensor]())
+    return [*by_place, *by_name.values()]
+
+
 def labels_of_items(labels: Sequence[Any], name: str) -> tuple[torch.Tensor, Form]:
     """Returns what `labels_of_rows` does, for a sequence with the labels of single items."""
     if not are_several(labels[0]) or not isinstance(labels[0], Mapping | tuple):
@@ -152,6 +158,9 @@ class LossOfSeveral:
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor) -> Any:
         return self._loss(output, self._apart(labels))  # type: ignore[arg-type]
+
+    def parts(self, labels: torch.Tensor) -> list[torch.Tensor]:
+        return parts_of(labels, self._form)
 
     def _apart(self, labels: torch.Tensor) -> object:
         by_place, by_name = unpacked(labels, self._form)

@@ -54,7 +54,7 @@ def training_rows(
         return data
     if not is_loader(data) and settings.cache != "none" and not getattr(data, "read_anew", False):
         with generators_kept(), suppress(UnstableRows):
-            return as_split(data, name)
+            return as_split(data, name, one_draw=name != "training" or settings.cache == "rows")
     split = _of_source(source_of(data, name, padding), settings, whole=whole or settings.cache == "rows")
     return _kept(split) if settings.cache == "rows" else split
 

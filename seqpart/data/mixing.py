@@ -53,7 +53,7 @@ def mixed(data: object, rows: Split, settings: Config) -> object:
         raise DataError(f"{options}: expected rows of one tensor of numbers, with a class each. {_OTHERWISE}")
     if settings.cutmix and len(rows.shape) != 3:
         raise DataError(f"{options}: expected images of shape (channels, height, width); found rows of shape {rows.shape}.")
-    if len(rows.labels) < rows.count or (is_loader(data) and not isinstance(data, DataLoader)):
+    if not rows.has_all_labels or (is_loader(data) and not isinstance(data, DataLoader)):
         raise DataError(f"{options}: the classes of a stream are not known before it is read. {_OTHERWISE}")
     if isinstance(data, DataLoader):
         loader = copy.copy(data)

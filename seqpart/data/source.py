@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from seqpart.capture.inputs import PADS, as_tensor, described, is_several, refuse_text
 from seqpart.data.reader import Ints
 from seqpart.data.row_types import in_type_of
-from seqpart.data.splits import Split, copy_rows, split_of, unreadable, x_and_y
+from seqpart.data.splits import Split, copy_rows, refuse_nested, split_of, unreadable, x_and_y
 from seqpart.device.device import Device, keyed_seed
 from seqpart.errors import DataError, SeqpartError, first_line
 from seqpart.model.loss_probe import generators_left_alone
@@ -264,6 +264,7 @@ class SourceReader:
                 raise
             raise DataError(f"{where}: the collate_fn failed: {type(error).__name__}: {error}.") from error
         x, y = (part if is_several(part) or hasattr(part, "shape") else as_tensor(part) for part in x_and_y(found, where))
+        refuse_nested(x, y, where)
         count = len(next(iter(x.values())) if isinstance(x, Mapping) else x[0] if is_several(x) else x)
         if count != len(items):
             raise DataError(f"{where}: the collate_fn made {count} rows of {len(items)} items; expected one of each.")

@@ -98,6 +98,19 @@ def x_and_y(found: Any, where: str) -> tuple[Any, Any]:
     return (found[0] if len(found) == 2 else tuple(found[:-1])), found[-1]
 
 
+def refuse_nested(x: object, y: object, where: str) -> None:
+    """Raises DataError for a dict among the parts of x or of the labels y."""
+    for part in (x, y):
+        parts = part.items() if isinstance(part, Mapping) else enumerate(part) if isinstance(part, tuple) else ()
+        for key, inner in parts:
+            if isinstance(inner, Mapping):
+                raise DataError(
+                    f"{where}: expected a tuple or a dict of tensors; found a dict in it, as {key!r}, of "
+                    f"{', '.join(map(str, inner))}. Give each of these a name of its own, and let the model, or the loss, put "
+                    "them into a dict."
+                )
+
+
 def is_pair(data: object) -> TypeGuard[Sequence[Any]]:
     """True if `data` is (x, y) of all rows, or of a batch."""
     if not isinstance(data, tuple | list) or len(data) != 2:
@@ -184,6 +197,11 @@ class Split:
         return self.count if self.source is None else self.source.rows
 
     @property
+    def has_all_labels(self) -> bool:
+        """False if only labels of the first rows are known."""
+        return len(self.labels) >= self.count
+
+    @property
     def tokens(self) -> bool:
         return self.dtype == TOKENS
 
@@ -203,7 +221,7 @@ class Split:
         return self.labels
 
 
-def as_split(data: object, name: str) -> Split:
+def as_split(data: object, name: str, *, one_draw: bool = True) -> Split:
     """Returns a Split of a Split, a pair (x, y) of tensors or arrays, or a map-style data set of (x, y) items.
 
     x may also be a dict of tensors, which the model takes by name, or a tuple of tensors, which it takes in order; an item
@@ -213,7 +231,8 @@ def as_split(data: object, name: str) -> Split:
     position, or floats of any shape; or it is a dict or a tuple of these, for a loss that takes one.
 
     Raises DataError for anything else, for no rows, for rows of different shapes, for x and y of different length, and for a
-    data set whose items differ when they are read again, as with random augmentation: rows are read once and kept.
+    data set whose items differ when they are read again, as with random augmentation: rows are read once and kept. So does
+    reading the rows: where an item has another label than `targets`, and, unless `one_draw`, where one draws random numbers.
     """
     data = as_pair(data, f"{name} data")
     if isinstance(data, Split):
@@ -221,7 +240,7 @@ def as_split(data: object, name: str) -> Split:
     elif is_pair(data):
         return split_of(data[0], data[1], name)
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        split = _from_items(data, name)
+        split = _from_items(data, name, one_draw=one_draw)
     elif isinstance(data, DataLoader):
         raise DataError(
             f"{name} data: a DataLoader makes batches, which the plan does here. Give its data set (loader.dataset), and "
@@ -237,7 +256,9 @@ def as_split(data: object, name: str) -> Split:
 
 def split_of(x: Any, y: Any, name: str) -> Split:
     """Returns a Split of the x and the labels y of all rows, each one tensor or several, see `as_split`. Raises DataError."""
-    (labels, label_form), where = labels_of_rows(y, name), f"{name} data"
+    where = f"{name} data"
+    refuse_nested(x, y, where)
+    labels, label_form = labels_of_rows(y, name)
     count, form = len(labels), () if hasattr(x, "shape") else form_of(x, where, whole=True)
     for part in (x,) if not form else x.values() if isinstance(x, Mapping) else x:
         rows = part.shape[0] if len(part.shape) else "no"  # zarr's arrays have no len()
@@ -301,7 +322,7 @@ def _refuse_no_numbers(x: Any, where: str) -> None:
         raise DataError(f"{where}: expected x to be numbers; found an array of type {x.dtype}.")
 
 
-def _from_items(items: Any, name: str) -> Split:
+def _from_items(items: Any, name: str, *, one_draw: bool) -> Split:
     with refusing(
         lambda error: DataError(
             f"{name} data: len() of the {type(items).__name__} failed: {type(error).__name__}: {error}. Let its __len__ return "
@@ -311,16 +332,31 @@ def _from_items(items: Any, name: str) -> Split:
         count = len(items)
     if not count:
         raise DataError(f"{name} data: the set is empty. Give at least one row.")
-    x, _ = _item(items, 0, name)
+    x, y = _item(items, 0, name)
+    refuse_nested(x, y, f"{name} data: item 0")
     several = form_of(x, f"{name} data: item 0", whole=False) if is_several(x) else ()
     dtype = torch.uint8 if several else _dtype_of(x)
-    first, targets = _row(items, 0, name, several)[0], targets_of(items)
-    if _other_labels(items, name, targets, several):
+    first = _row(items, 0, name, several)[0]
+    targets = believed = targets_of(items)
+    if _other_labels(items, name, believed, several):
+        believed, drawn = None, all_generators()
         targets = [_item(items, i, name)[1] for i in range(count)]
+        if all_generators() != drawn:
+            raise _unstable(name, "some items draw random numbers")
 
     def passes() -> Iterator[torch.Tensor]:
         for start in range(0, count, ROWS_AT_ONCE):
-            rows = [_row(items, i, name, several)[0] for i in range(start, min(start + ROWS_AT_ONCE, count))]
+            drawn = all_generators()
+            read = [_row(items, i, name, several) for i in range(start, min(start + ROWS_AT_ONCE, count))]
+            if not one_draw and all_generators() != drawn:
+                raise _unstable(name, f"some of the items {start}..{start + len(read) - 1} draw random numbers")
+            for i, (_, label) in enumerate(read if believed is not None else (), start):
+                if not _same_label(label, believed[i]):
+                    raise DataError(
+                        f"{name} data: item {i} has the label {label}, and the data set's `targets` has {believed[i]}. Correct "
+                        "`targets`, or give --cache none, which takes labels from the items."
+                    )
+            rows = [row for row, _ in read]
             odd = next((i for i, row in enumerate(rows) if row.shape != first.shape), None)
             if odd is not None:
                 raise DataError(
@@ -361,16 +397,22 @@ def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
     del read
     for i in chosen:
         if draws or _digest(*_row(items, i, name, form)) != first[i]:
-            raise UnstableRows(
-                f"{name} data: item {i} is another one when it is read again, or draws random numbers: does the data set "
-                "change items at random (augmentation)? Rows are read once and kept, so every epoch would see the same draw. "
-                "Give the data set without that, and let the model's first block augment, which draws again in every epoch; or "
-                "keep one draw on purpose: [data[i] for i in range(len(data))]."
-            )
-    if targets is None:
-        return True
-    given = {i: label for i, label in labels.items() if label is not None}
-    return any(not np.array_equal(label, plain(targets[i])) for i, label in given.items())
+            raise _unstable(name, f"item {i} is another one when it is read again, or draws random numbers")
+    return targets is None or not all(_same_label(label, targets[i]) for i, label in labels.items())
+
+
+def _unstable(name: str, found: str) -> UnstableRows:
+    return UnstableRows(
+        f"{name} data: {found}: does the data set change items at random (augmentation)? Rows are read once and kept, so every "
+        "epoch would see the same draw. Give --cache none, or the data set without that, and let the model's first block "
+        "augment, which draws again in every epoch; or keep one draw on purpose: --cache rows, or [data[i] for i in "
+        "range(len(data))]."
+    )
+
+
+def _same_label(label: Any, target: Any) -> bool:
+    """True if an item's label is what `targets` has, or if it has none."""
+    return label is None or np.array_equal(plain(label), plain(target))
 
 
 def _digest(row: torch.Tensor, label: Any) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from seqpart.capture.capture import reached
+from seqpart.data.items import needs_labels
 from seqpart.data.splits import Split
-from seqpart.data.unlabelled import needs_labels
 from seqpart.errors import OptionError
 from seqpart.model.reductions import total_of
 from seqpart.text import short

@@ -171,8 +171,10 @@ def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0)
     granted on top. CUDA: the caching allocator's cap, which leaves out the context. Yields a function that also grants bytes
     reserved since then and not used, and returns True if there were any: those for generated code and, `at_rest`, when nothing
     is loaded, all others too, as of a heap that cannot shrink because its last bytes are in use. Its `untouched` bytes are
-    granted until its next call. On CUDA it lowers the cap by what the context has grown. beside: bytes of the limit that other
-    processes of the run have. untouched: bytes that kernels will reserve and not use.
+    granted until its next call, and those that were unused and are used by then no longer: glibc serves a thread whose
+    allocation has failed from another heap, and then the holes of the first one stay. On CUDA it lowers the cap by what the
+    context has grown. beside: bytes of the limit that other processes of the run have. untouched: bytes that kernels will
+    reserve and not use.
     """
     if not device.shares_memory:
         with _capped_allocator(device, limit) as lower:
@@ -181,24 +183,24 @@ def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0)
     now = read_process()
     if now.held + beside >= limit:
         raise too_small(limit, now.held + beside)
-    unused, code, granted, lent, over, me = now.data - now.anon, generated_code(), 0, 0, False, object()
+    unused, code, granted, lent, used, over, me = now.data - now.anon, generated_code(), 0, 0, 0, False, object()
 
     def set_limit() -> None:
-        _DATA_LIMIT.hold(me, limit - beside + unused + untouched + granted + lent)
+        _DATA_LIMIT.hold(me, limit - beside + unused + untouched + granted + lent - used)
 
     def grant(*, at_rest: bool = False, untouched: int = 0) -> bool:
-        nonlocal granted, lent
+        nonlocal granted, lent, used
         if over:
             return False
-        more = (generated_code() - code) * 15 // 16
+        more, now, before = (generated_code() - code) * 15 // 16, read_process(), (granted, lent, used)
         if at_rest:
-            now = read_process()
             more = max(more, now.data - now.anon - unused)
-        grown, changed = more > granted, untouched != lent
         granted, lent = max(granted, more), untouched
-        if grown or changed:
+        used = unused - (now.data - now.anon)
+        used = used if used > RUNTIME_VARIES else 0
+        if (granted, lent, used) != before:
             set_limit()
-        return grown
+        return granted > before[0]
 
     set_limit()
     try:

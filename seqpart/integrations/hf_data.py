@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from seqpart.data.loaders import spanned
 from seqpart.data.padding import LABELS, TOKENS, ZEROS, Key, Padding, Sizes, sizes_of, tokenizer_says
 from seqpart.data.source import generators_kept
 from seqpart.errors import DataError, OptionError
+from seqpart.runtime.predictions import RowFile
 from seqpart.text import short
 
 COLUMNS = ("labels", "label", "label_ids")
@@ -247,8 +247,8 @@ def padding_of(given: Padding | None, collator: Any, processing_class: Any, conf
 class Predictions:
     """Collects outputs and labels of an evaluation in files: a metric object with update, compute and reset.
 
-    judge: transformers' compute_metrics, of an EvalPrediction; first: preprocess_logits_for_metrics; folder: for the files;
-    wanted: name of the loss, or of a metric that judge must return.
+    compute_metrics: transformers', of an EvalPrediction; first: preprocess_logits_for_metrics; folder: for the files;
+    wanted: name of the loss, or of a metric that it must return.
     """
 
     def __init__(
@@ -256,13 +256,13 @@ class Predictions:
         first: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None, folder: Path, wanted: str = "loss",
     ) -> None:  # fmt: skip
         self._compute_metrics, self._first, self._folder, self._wanted = compute_metrics, first, folder, wanted
-        self._files: list[_Rows] = []
+        self._files: list[RowFile] = []
         self.names = set[str]()
         """The names of all metrics that were found."""
 
     def reset(self) -> None:
         self.close()
-        self._files = [_Rows(self._folder), _Rows(self._folder)]
+        self._files = [RowFile(self._folder), RowFile(self._folder)]
 
     def close(self) -> None:
         """Closes the files; mapped arrays remain valid."""
@@ -297,28 +297,3 @@ class Predictions:
                 f"metric_for_best_model: compute_metrics found no {self._wanted}; it found {', '.join(named) or 'nothing'}."
             )
         return named
-
-
-class _Rows:
-    """Tensors that differ only in their number of rows, appended to an unnamed file."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by close)
-        self._rows = 0
-        self._shape: tuple[int, ...] = ()
-        self._dtype: np.dtype[Any] = np.dtype(np.float32)
-
-    def add(self, tensor: torch.Tensor) -> None:
-        tensor = tensor.detach()
-        plain = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
-        self._shape, self._dtype = plain.shape[1:], plain.dtype
-        self._rows += len(plain)
-        self._file.write(np.ascontiguousarray(plain).tobytes())
-
-    def array(self) -> np.ndarray[Any, Any]:
-        self._file.flush()
-        shape = (self._rows, *self._shape)
-        return np.memmap(self._file, self._dtype, "c", shape=shape) if self._rows else np.zeros(shape, self._dtype)
-
-    def close(self) -> None:
-        self._file.close()

@@ -181,6 +181,7 @@ class TrueLoss:
 
     def __call__(self, output: torch.Tensor, labels: torch.Tensor, span: Span | None = None) -> LossValue:
         """span: the micro-batch's place in its update."""
+        self._reduction = self._reduction and self._reduction.now(self._function)
         if self._seen or isinstance(output, FakeTensor):  # no weights are loaded while a plan is made
             return loss_value(self._function, self._reduction, output, labels, span)
         self._seen = True

@@ -89,10 +89,10 @@ class _Watch(TorchFunctionMode):
 
 
 def seed_all(seed: int) -> int:
-    """Seeds the generators of torch, Python and numpy. Returns the seed."""
+    """Seeds the generators of torch, Python and numpy, whose seeds have 32 bits. Returns the seed."""
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % (1 << 32))
     return seed
 
 

@@ -273,9 +273,12 @@ def choose(
 
 
 def refuse_unknown(no_decay: str, dimensions: Mapping[str, int]) -> None:
-    """Raises OptionError for a pattern that spares none of the parameters, {name: its dimensions}."""
-    for pattern in map(str.strip, no_decay.split(",")):
-        if not any(is_spared(pattern, name, count) for name, count in dimensions.items()):
+    """Raises OptionError for a pattern that spares none of the parameters, {name: its dimensions}; bias and norm may spare none
+    beside others that do."""
+    patterns = [*map(str.strip, no_decay.split(","))]
+    spare = {pattern: any(is_spared(pattern, *one) for one in dimensions.items()) for pattern in patterns}
+    for pattern in patterns:
+        if not spare[pattern] and not (pattern in ("bias", "norm") and any(spare.values())):
             raise OptionError(
                 f"--no-decay: expected bias, norm, or a pattern of parameters' names; found {pattern!r}, which is none of "
                 f"{', '.join(list(dimensions)[:6])}{', ...' if len(dimensions) > 6 else ''}."

@@ -65,6 +65,15 @@ class Reduction:
     """True if it was found by a trial, and is to be checked against real outputs."""
     of_tests: "Reduction | None" = None
     """The reduction of passes without gradients, if their labels need another than the training rows'."""
+    stated: "tuple[torch.Tensor | None, int, str] | None" = None
+    """(class weights, ignored label, reduction) that torch's own loss had when this was found."""
+
+    def now(self, loss: LossFunction) -> "Reduction":
+        """Returns the reduction of `loss`, to which the user may have given others since: class weights in later epochs."""
+        stated = _of_torch(loss)
+        if stated is None or (self.stated and stated[0] is self.stated[0] and stated[1:] == self.stated[1:]):
+            return self
+        return replace(stated_reduction(loss) or self, stated=stated)
 
 
 BY_ROWS = Reduction()
@@ -176,26 +185,32 @@ def _number(count: Any) -> float:
 
 def reduction_of(
     loss: LossFunction, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor, tested: torch.Tensor, *,
-    batch: int | None = None, chosen: bool = False,
+    batch: int | None = None, chosen: bool = False, complete: tuple[bool, bool] = (True, True),
 ) -> Reduction:  # fmt: skip
     """The reduction of `loss` of outputs (rows, *shape) with these training and test labels.
 
     batch: rows of the batches that may be divided; None: none is, and then any loss will do. chosen: true if the user gave the
-    rows of micro-batches: then a number of the batch may be one of each micro-batch. Raises OptionError where it cannot be
-    found, DataError where the loss fails.
+    rows of micro-batches: then a number of the batch may be one of each micro-batch. complete: False if other training labels,
+    or test labels, may come than these. Raises OptionError where it cannot be found, DataError where the loss fails.
     """
-    known = stated_reduction(loss)
+    known, stated = stated_reduction(loss), _of_torch(loss)
     if known is None or (known.counts is not None and not _is_ours(known.counts)):
         if getattr(loss, "from_layers", False) and batch is not None and not chosen:
             raise _of_the_batch(loss, batch)
         found = _tried(loss, known, shape, dtype, labels, batch, chosen)
         return replace(found, tried=False) if chosen and getattr(loss, "of_batch", False) else found
     if _is_ours(known.counts) and labels.is_floating_point() and (tested.is_floating_point() or not len(tested)):
-        return BY_ROWS  # of probabilities, whatever the weights
+        return Reduction(stated=stated)  # of probabilities, whatever the weights
+    known = replace(known, stated=stated)
     alike = _is_ours(known.counts) and known.counts.keywords["weight"] is None
-    if alike and not holds(labels, known.ignored):  # the bits of a plain loop, whatever the test rows are
-        return Reduction(ignored=known.ignored, of_tests=known if holds(tested, known.ignored) else None)
-    return known
+    if not alike or holds(labels, known.ignored):
+        return known
+    if not complete[0]:  # what counts of a row in units of the first one's: the bits of a mean over rows while all count
+        assert _is_ours(known.counts)
+        return replace(known, counts=functools.partial(known.counts, per_row=float(known.counts(labels[:1]))))
+    # The bits of a plain loop, whatever the test rows are.
+    others = known if holds(tested, known.ignored) or not complete[1] else None
+    return Reduction(ignored=known.ignored, of_tests=others, stated=stated)
 
 
 # --- losses that say what they divide by --------------------------------------------------------------------------
@@ -253,11 +268,12 @@ def _of_torch(loss: Any) -> tuple[torch.Tensor | None, int, str] | None:
     return keywords.get("weight"), keywords.get("ignore_index", IGNORED), reduction
 
 
-def _counted(labels: torch.Tensor, *, weight: torch.Tensor | None, ignored: int) -> torch.Tensor | int:
+def _counted(labels: torch.Tensor, *, weight: torch.Tensor | None, ignored: int, per_row: float = 1.0) -> torch.Tensor | float:
     if labels.is_floating_point():  # probabilities (rows, classes, ...), which all count
-        return labels[:, 0].numel()
+        return labels[:, 0].numel() / per_row
     valid = labels != ignored
-    return valid.sum() if weight is None else weight.to(labels.device)[labels[valid]].sum(dtype=torch.float64)
+    count = valid if weight is None else weight.to(labels.device)[labels[valid]]
+    return count.sum(dtype=torch.float64) / per_row
 
 
 # --- losses that are tried ----------------------------------------------------------------------------------------
@@ -298,6 +314,21 @@ def _tried(
             f"ignored labels, weights, or rows that are compared with each other?). {cure}"
         )
     return found
+
+
+def refuse_other_labels(
+    loss: LossFunction, reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor
+) -> None:
+    """Raises OptionError for labels with which a trial finds that parts of a batch add up otherwise than `reduction` says."""
+    try:
+        found = tried(loss, reduction if reduction.counts is not None else None, shape, dtype, labels)
+    except (DataError, OptionError):  # what it says of itself was confirmed before
+        return
+    if found.kind is not reduction.kind:
+        raise OptionError(
+            f"loss {name_of(loss)}: the loss of this batch is not that of its micro-batches added up, as it was with the "
+            f"example's labels (a mask, or ignored labels, which those had not?). {_CURE}"
+        )
 
 
 def _of_the_batch(loss: LossFunction, batch: int) -> OptionError:
@@ -465,6 +496,7 @@ class _Trial:
         labels, (few, more) = self._labels, self._rows
         places = torch.linspace(0, len(labels) - 1, few + more, dtype=torch.float64).long()
         if self._packed:  # no number among their bytes is a label
+            yield from (labels[torch.cat([row[None], places[1:]])] for row in _ends(self._loss, labels))
             yield from (labels[(places + shift) % len(labels)] for shift in range(_VALUES))
             return
         real = labels[places].to(label_dtype(labels))
@@ -475,6 +507,16 @@ class _Trial:
         ends = torch.stack(torch.aminmax(labels))
         for value in torch.cat([ends, values[counts.argsort(descending=True)]])[:_VALUES]:
             yield torch.cat([torch.full_like(real[:few], value.item()), real[few:]])
+
+
+def _ends(loss: Any, labels: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Numbers of rows with the lowest, and the highest, of each of the labels of a row, a tensor of one number each."""
+    flat = ([part.reshape(len(some), -1) for part in loss.parts(some)] for some in torch.split(labels, 1024))
+    pieces = [[(part.amin(1), part.amax(1)) for part in parts] for parts in flat]
+    for one in zip(*pieces, strict=True):
+        lowest, highest = map(torch.cat, zip(*one, strict=True))
+        yield lowest.argmin()
+        yield highest.argmax()
 
 
 _HELD_BYTES = 256 << 10

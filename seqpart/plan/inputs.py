@@ -18,7 +18,7 @@ from seqpart.capture.inputs import Form
 from seqpart.capture.outputs import Outputs
 from seqpart.capture.own_loss import OwnLoss
 from seqpart.data.classes import are_mixed, count_classes
-from seqpart.data.labels import LossOfSeveral, loss_for
+from seqpart.data.labels import LossOfSeveral, loss_for, parts_of
 from seqpart.data.reading import Reading
 from seqpart.data.row_packs import RowPacks
 from seqpart.data.splits import Split, refuse_mismatch
@@ -44,7 +44,15 @@ from seqpart.model.optimizers import (
     rounding,
     scheduled,
 )
-from seqpart.model.reductions import LossValue, Reduction, ignored_label, name_of, name_with_settings, reduction_of
+from seqpart.model.reductions import (
+    LossValue,
+    Reduction,
+    ignored_label,
+    name_of,
+    name_with_settings,
+    reduction_of,
+    refuse_other_labels,
+)
 from seqpart.model.scheduler import Whole, refuse_unfit
 from seqpart.model.tiling import starts_of
 from seqpart.plan.plan import Plan, PlanRequest
@@ -246,6 +254,7 @@ class Inputs:
             raise nothing_learns(sum(cost.frozen for cost in costs))
         refuse_lost_gradients(whole, costs, self.train.shape, rows, self.settings.autocast)
         self._reduction = self._found_reduction()
+        self._label_ranges: list[tuple[float, float]] = []
         if trains:
             self._try_optimizers()
             length, frozen = self.length(max(values_of(self.settings.epochs)), self.full_batch), self.settings.frozen
@@ -314,9 +323,23 @@ class Inputs:
         divided = None if {min(size, self.train.count) for size in sizes} == {batch} else self.full_batch
         shape, dtype, labels = self._loss_input_shape(last), last.output_dtype, self.train.labels
         found = reduction_of(
-            self._final_loss, shape, dtype, labels, self.test.labels, batch=divided, chosen=batch is not None
+            self._final_loss, shape, dtype, labels, self.test.labels, batch=divided, chosen=batch is not None,
+            complete=(self.whole and self.train.has_all_labels, self.test.has_all_labels),
         )  # fmt: skip
         return found if self.chain.head is None else replace(found, tried=False)  # a cross-entropy, whose outputs are not held
+
+    def _ranges_of(self, labels: torch.Tensor) -> list[tuple[float, float]]:
+        """(lowest, highest) of each of the labels of a row."""
+        ends = [torch.aminmax(part.double()) for part in parts_of(labels, self.train.label_form)]
+        return [(float(low), float(high)) for low, high in ends]
+
+    def look_at_labels(self, labels: torch.Tensor) -> None:
+        """Raises OptionError for labels of a batch that is divided, if values that none had before change how losses add up."""
+        known, found = self._label_ranges or self._ranges_of(self.train.labels), self._ranges_of(labels)
+        self._label_ranges = [(min(a, c), max(b, d)) for (a, b), (c, d) in zip(known, found, strict=True)]
+        if self._reduction.tried and self._label_ranges != known:
+            last = self.costs_at(self.full_batch)[-1]
+            refuse_other_labels(self._final_loss, self._reduction, self._loss_input_shape(last), last.output_dtype, labels)
 
     def _loss_input_shape(self, last: BlockCost) -> tuple[int, ...]:
         """Shape of one row of what the loss takes: the chain's output, or that of the head behind it."""

@@ -327,7 +327,7 @@ class Compute:
         """Returns the factor for the gradients of an update of phase `number`; None if they stay as they are."""
         phase = self.phases[number]
         rows = phase.rows_before(update + 1) - phase.rows_before(update)
-        return rows / self._counted_weight if self._counted_weight else None
+        return rows / self._counted_weight if self._counted_weight not in (None, 0.0, rows) else None
 
     def share_losses(self, step: Step) -> None:
         """Adds up the losses of an update over all processes, once the partition that has them has computed each one's own."""

@@ -6,7 +6,7 @@ save everything to the homes first.
 """
 
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from seqpart.interrupts import Interrupts
 from seqpart.model.metrics import ComputeMetrics, Metrics, own_metrics
 from seqpart.plan.planner import ExecutionPlan
 from seqpart.runtime.observer import Observer
+from seqpart.runtime.predictions import Predictions
 from seqpart.runtime.result import Evaluation
 from seqpart.runtime.run import Run
 from seqpart.runtime.weight_changes import change_weights
@@ -136,7 +137,7 @@ class TrainingSession:
     that it then raises leaves the session as it is, so that the caller's handler can still export what was trained. A
     second signal ends the step at once, and the session with it.
 
-    example: rows, as many as the largest batch has. with_inputs: makes numbers inputs of their own (data/unlabelled.py).
+    example: rows, as many as the largest batch has. with_inputs: makes numbers inputs of their own (data/items.py).
     """
 
     def __init__(
@@ -253,6 +254,8 @@ class TrainingSession:
         with self._working():
             with self._refusing():
                 self._session.pauses.refuse_changes()
+                if split.count > self._session.prepared.stages[0].micro_batch:
+                    self._session.planner.look_at_labels(split.labels)
                 self._rows.feed(split)
             self._turns.take(name)
             if self._steps is None or split.count != self._batch_rows or self._session.pauses.changed:
@@ -294,8 +297,24 @@ class TrainingSession:
     def evaluate(self, data: object, *, compute_metrics: ComputeMetrics = None) -> Evaluation:
         """Returns loss and accuracy of the current model on `data`, as `Trainer.evaluate` does. Rows are kept: a loader is
         iterated once."""
-        session, data, example = self._session, self._with_inputs(data), self._example
-        split = in_type_of(example, kept_rows(data, self._settings, self._padding, labelled=example.labelled))
+        data, example = self._with_inputs(data), self._example
+        split = kept_rows(data, self._settings, self._padding, labelled=example.labelled)
+        return self._tested(in_type_of(example, split), compute_metrics)
+
+    @torch.inference_mode(False)
+    def predict(self, data: object) -> Any:
+        """Returns what the loss gets from the current model for rows, with or without labels, as `Trainer.predict` does."""
+        data, example = self._with_inputs(data), self._example
+        split = in_type_of(example, kept_rows(data, self._settings, self._padding, labelled=False))
+        labels = example.labels[torch.arange(split.count) % len(example.labels)]  # any that the loss takes
+        split = replace(split, labels=labels, label_form=example.label_form, labelled=example.labelled)
+        with closing(Predictions(self._folder)) as found:
+            self._tested(split, found)
+            return found.tree()
+
+    def _tested(self, split: Split, compute_metrics: ComputeMetrics) -> Evaluation:
+        """Evaluates the current model on `split`."""
+        session = self._session
         self._refuse_unlike(split)
         with self._working():
             self._bring_home()

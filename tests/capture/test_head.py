@@ -82,6 +82,27 @@ def test_positions_that_a_model_leaves_out_of_its_loss_are_left_out_of_the_state
     assert loss.scores(x, tokens)[1].tolist() == tokens[:, 1:].flatten().tolist()
 
 
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_a_loss_takes_what_the_model_returns_or_its_logits_alone(all_of_it):
+    """The usual `cross_entropy(output.logits.flatten(0, 1), ...)` was refused: it got the logits, which have no `logits`."""
+
+    class Returning(LM):
+        def forward(self, tokens):
+            return {"logits": super().forward(tokens), "twice": 2 * tokens}
+
+    def loss(output, labels):
+        return F.cross_entropy((output["logits"] if all_of_it else output).flatten(0, 1), labels.flatten())
+
+    model, tokens = Returning(), torch.randint(CLASSES, (3, POSITIONS))
+    found, own = chain_and_loss(model, (POSITIONS,), torch.int64, (), tokens, in_chunks=True, loss=loss)
+    x = tokens
+    for block in found:
+        (x,) = block.alive(x)
+    returned = model(tokens)
+    expected = loss(returned if all_of_it else returned["logits"], tokens)
+    torch.testing.assert_close(own.in_chunks(found.head, 3)(x, tokens), expected)
+
+
 class Quantized(nn.Linear):
     pass
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from seqpart import Trainer
 from seqpart.errors import DataError, OptionError
@@ -125,6 +126,123 @@ def test_an_update_is_that_of_the_whole_batch_however_it_is_divided(name, tmp_pa
         torch.testing.assert_close(result.train_losses, results[BATCH].train_losses, rtol=1e-5, atol=0)
         assert result.test_loss == pytest.approx(results[BATCH].test_loss, rel=1e-5)
         assert result.accuracy == pytest.approx(results[BATCH].accuracy)
+
+
+def test_a_session_counts_labels_that_its_example_has_not(tmp_path):
+    """Micro-batches counted by rows, as those of the example's labels do, of which none was ignored."""
+    (x, padded_y), _ = padded(-100)
+    y = padded_y.clamp(min=0)
+    plain_one, loss = nn.Sequential(*language_model()), by_position(F.cross_entropy)
+    step = torch.optim.SGD(plain_one.parameters(), lr=1e-2, fused=True)
+    trainer = Trainer(
+        language_model(),
+        optimizer="sgd",
+        lr=1e-2,
+        mem_limit="2GB",
+        method="full",
+        batch_size=BATCH,
+        micro_batch_size=2,
+        quiet=True,
+    )
+    with trainer.session((x[:BATCH], y[:BATCH])) as session:
+        for labels in (y, padded_y, y, padded_y):
+            for start in range(0, ROWS, BATCH):
+                rows = slice(start, start + BATCH)
+                expected = loss(plain_one(x[rows]), labels[rows])
+                expected.backward()
+                step.step()
+                step.zero_grad()
+                assert session.step((x[rows], labels[rows])) == pytest.approx(float(expected.detach()), rel=1e-5)
+        found = session.evaluate((x, padded_y)).loss
+        for key, tensor in session.state_dict().items():
+            torch.testing.assert_close(tensor, plain_one.state_dict()[key], rtol=1e-4, atol=1e-6)
+    assert found == pytest.approx(float(loss(plain_one(x), padded_y).detach()), rel=1e-5)
+
+
+def test_a_stream_counts_labels_that_its_first_rows_have_not(tmp_path):
+    (x, y), _ = padded(-100)
+    x, y = x.repeat(50, 1), torch.cat([y.clamp(min=0).repeat(45, 1), y.repeat(5, 1)])
+
+    class Rows(IterableDataset):
+        def __iter__(self):
+            return iter(zip(x, y, strict=True))
+
+    results = [
+        trained(tmp_path / name, language_model, None, (data,), micro_batch_size=2)
+        for name, data in {"kept": (x, y), "stream": DataLoader(Rows(), BATCH)}.items()
+    ]
+    for key, tensor in load_file(results[0].weights).items():
+        torch.testing.assert_close(load_file(results[1].weights)[key], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_a_session_refuses_labels_with_which_a_loss_adds_up_otherwise(tmp_path):
+    """A loss of the user's was tried with the example's labels alone, and a mask or -100 that came later weighed by rows."""
+    (x, y), _ = padded(-100)
+    loss, whole = by_position(F.cross_entropy), y.clamp(min=0)
+    options = {"mem_limit": "2GB", "method": "full", "batch_size": BATCH, "quiet": True}
+    with Trainer(language_model(), loss, micro_batch_size=2, **options).session((x[:BATCH], whole[:BATCH])) as session:
+        session.step((x[:BATCH], whole[:BATCH]))
+        with pytest.raises(OptionError, match="as it was with the example's labels"):
+            session.step((x[:BATCH], y[:BATCH]))
+        session.step((x[:BATCH], whole[:BATCH]))
+    with Trainer(language_model(), loss, micro_batch_size=BATCH, **options).session((x[:BATCH], whole[:BATCH])) as session:
+        session.step((x[:BATCH], y[:BATCH]))
+
+
+def test_the_rows_of_least_labels_are_tried_where_a_row_has_several(tmp_path):
+    """A mask that is shorter in one row of many was not among the few that were tried."""
+    x, y, mask = torch.zeros(4000, 6, dtype=torch.int64), torch.zeros(4000, 6, dtype=torch.int64), torch.ones(4000, 6)
+    mask[1234, 2:] = 0
+
+    def loss(output, labels):
+        each = F.cross_entropy(output.transpose(1, 2), labels["y"], reduction="none") * labels["mask"]
+        return each.sum() / labels["mask"].sum()
+
+    trainer = Trainer(language_model(), loss, mem_limit="2GB", method="full", batch_size=BATCH, quiet=True)
+    with pytest.raises(OptionError, match="neither the mean of its parts' by their rows"):
+        trainer.plan((x, {"y": y, "mask": mask}))
+
+
+def test_sessions_have_the_bits_of_rows_while_all_labels_count(tmp_path):
+    (x, y), _ = tokens(rows=ROWS)
+    options = {
+        "optimizer": "sgd",
+        "mem_limit": "2GB",
+        "method": "full",
+        "batch_size": BATCH,
+        "micro_batch_size": 3,
+        "quiet": True,
+    }
+    with Trainer(language_model(), **options).session((x[:BATCH], y[:BATCH])) as session:
+        for start in range(0, ROWS, BATCH):
+            session.step((x[start : start + BATCH], y[start : start + BATCH]))
+        found = session.state_dict()
+    kept = Trainer(language_model(), epochs=1, shuffle=False, output_dir=tmp_path, **options).fit((x, y))
+    for key, tensor in load_file(kept.weights).items():
+        assert torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize("change", [{"weight": WEIGHT}, {"ignore_index": 1}, {"reduction": "sum"}], ids=str)
+def test_what_the_user_sets_on_torchs_loss_counts_from_then_on(change, tmp_path):
+    """Class weights for later epochs: losses had them, and micro-batches went on counting by rows."""
+    data = tuple(numbers((6,), rows=ROWS))
+
+    def found(size):
+        loss = nn.CrossEntropyLoss()
+
+        class Later:
+            def on_epoch(self, event):
+                vars(loss).update(change) if "weight" not in change else setattr(loss, "weight", WEIGHT)
+
+        trainer = Trainer(
+            classifier(), loss, mem_limit="2GB", batch_size=BATCH, micro_batch_size=size, epochs=2, lr=1e-2, optimizer="sgd",
+            method="full", shuffle=False, quiet=True, output_dir=tmp_path / str(size),
+        )  # fmt: skip
+        return load_file(trainer.fit(*data, callbacks=[Later()]).weights)
+
+    whole, divided = found(BATCH), found(3)
+    for key, tensor in whole.items():
+        torch.testing.assert_close(divided[key], tensor, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["the default, -100 in the labels", "sum and count"])

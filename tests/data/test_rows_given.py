@@ -63,6 +63,22 @@ def test_what_is_no_rows_with_labels_is_refused_with_what_is(rows, words, cache)
         trainer(one_tensor, cache=cache).plan(rows)
 
 
+NESTED = {
+    "rows": lambda: ({"a": {"b": X, "c": X}}, Y),
+    "labels": lambda: (X, {"a": {"b": Y, "c": Y}}),
+    "a tuple": lambda: [((x, {"b": x, "c": x}), y) for x, y in zip(X, Y, strict=True)],
+    "items": lambda: [({"a": {"b": x, "c": x}}, y) for x, y in zip(X, Y, strict=True)],
+    "a loader": lambda: DataLoader([*X], collate_fn=lambda some: {"a": {"b": X[:1], "c": X[:1]}, "labels": Y[: len(some)]}),
+}
+
+
+@pytest.mark.parametrize("given", NESTED)
+def test_a_dict_in_a_dict_is_refused_by_its_name(given):
+    """It was "Could not infer dtype of dict", and of a collate_fn "made 2 rows of 8 items"."""
+    with pytest.raises(DataError, match=r"data: .*a dict in it, as ('a'|1), of b, c\. Give each of these a name"):
+        trainer(loss=lambda output, labels: output.mean()).plan(NESTED[given]())
+
+
 def test_a_table_of_pandas_is_refused_and_its_columns_are_taken(recwarn):
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     table = pandas.DataFrame({name: X[:, number].numpy() for number, name in enumerate("abcd")} | {"y": Y.numpy()})
@@ -111,6 +127,23 @@ def test_a_list_of_blocks_is_given_its_tensor_by_no_name():
         trainer(lambda: [*one_tensor()]).plan(({"x": X}, Y))
     with pytest.raises(DataError, match=r"the inputs that Sequential takes \(input\); found x \(4,\) float32"):
         trainer(one_tensor).plan(({"x": X}, Y))
+
+
+def test_a_forward_of_one_parameter_takes_the_inputs_by_name_as_one_dict(tmp_path):
+    """forward(self, batch) was refused: "expected the inputs (batch); found left, right"."""
+
+    class OfBatch(Two):
+        def forward(self, batch):
+            return super().forward(batch["left"], batch["right"])
+
+    rows = {"left": X, "right": X.flip(0), "labels": Y}
+    losses = [
+        trainer(model, tmp_path / model.__name__, shuffle=False, partitions=parts).fit(rows, rows).train_losses
+        for model, parts in ((Two, 1), (OfBatch, 1))
+    ]
+    assert losses[0] == losses[1]
+    with pytest.raises(DataError, match="Did you mean batch"):
+        trainer(OfBatch).plan(({"batches": X, "right": X}, Y))
 
 
 def test_inputs_by_name_may_come_in_any_order():
@@ -263,6 +296,21 @@ def test_numbers_are_one_row_for_a_model_that_takes_one_input(tmp_path):
     torch.manual_seed(0)
     rows = [((0.0, 1.0), 1), ((1.0, 1.0), 0)] * 8
     assert Trainer(nn.Linear(2, 2), mem_limit="2GB", method="full", batch_size=8, quiet=True).plan(rows)
+
+
+def test_rows_without_labels_may_have_targets(tmp_path):
+    """The zeros that stand for their labels were compared with them, and refused."""
+
+    class Digits(TensorDataset):
+        targets = torch.arange(len(X)) == 13
+
+        def __getitem__(self, index):
+            return self.tensors[0][index]
+
+    found = Trainer(
+        nn.Linear(4, 3), lambda output: output.square().mean(), mem_limit="2GB", method="full", batch_size=8, quiet=True
+    )
+    assert found.plan(Digits(X))
 
 
 def test_several_inputs_without_labels_are_a_tuple_in_a_tuple(tmp_path):

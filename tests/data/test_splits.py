@@ -9,7 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from seqpart import Trainer
+from seqpart.config import Config
 from seqpart.data.classes import count_classes
+from seqpart.data.loaders import training_rows
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import ROWS_AT_ONCE, Split, as_split, count_tokens, refuse_mismatch, write_rows
 from seqpart.errors import DataError, ModelError
@@ -351,6 +353,32 @@ def test_labels_are_those_of_the_items_where_targets_says_otherwise():
     """A wrapper that changes labels and hands on the `targets` of what it wraps trained on labels that no item has."""
     items = Items([(x, 1 - int(y) % 2) for x, y in zip(X, Y, strict=True)], targets=Y.tolist())
     assert as_split(items, "training").labels.tolist() == [1, 0, 1, 1, 0, 1]
+
+
+def test_a_label_among_many_that_differs_from_targets_is_refused_as_its_row_is_read():
+    """32 items agreed with `targets`, and the 2 % that their data set had relabelled trained on the labels from before."""
+    items = Items([(torch.zeros(1), int(i == 44)) for i in range(300)], targets=[0] * 300)
+    with pytest.raises(DataError, match=r"item 44 has the label 1, and .*`targets` has 0. .*cache=.none"):
+        list(as_split(items, "training").open())
+
+
+class OneDrawn(Items):
+    """One of 300 items is drawn at random."""
+
+    def __getitem__(self, index):
+        return torch.rand(1) if index == 44 else torch.zeros(1), 0
+
+
+def test_one_item_that_is_drawn_at_random_is_no_constant_row():
+    """A minority class alone was augmented: none of 32 items showed it, and every epoch saw the same draw."""
+    items, believed = OneDrawn(range(300)), OneDrawn(range(300), targets=[0] * 300)
+    auto, none, rows = (Config(mem_limit=1, cache=cache) for cache in ("auto", "none", "rows"))
+    assert training_rows(items, auto).source is not None  # the pass over its labels shows it
+    with pytest.raises(DataError, match=r"items 0\.\.255 draw random numbers.*cache=.none"):
+        list(training_rows(believed, auto).open())
+    assert training_rows(believed, none).source is not None
+    for kept in (training_rows(believed, rows), as_split(believed, "test")):
+        assert len(torch.cat(list(kept.open()))) == 300
 
 
 def test_a_data_loader_is_refused_with_what_to_give_instead():

@@ -192,6 +192,22 @@ def test_at_rest_all_that_is_reserved_and_not_used_is_granted_on_top():
             assert (60 << 20) <= resource.getrlimit(resource.RLIMIT_DATA)[0] - capped <= (68 << 20)
 
 
+def test_what_was_reserved_and_unused_is_charged_once_it_is_used():
+    """Where an earlier session had run out of memory, its holes in the heap were granted as unused: a callback filled them, and
+    the run passed its limit by 27 MB."""
+    with (
+        mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as hole,
+        enforced(Device(), held_now() + (256 << 20)) as grant,
+    ):
+        capped = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        hole.write(bytes(64 << 20))
+        assert not grant()
+        assert (60 << 20) <= capped - resource.getrlimit(resource.RLIMIT_DATA)[0] <= (68 << 20)
+        hole.madvise(mmap.MADV_DONTNEED)
+        assert not grant()
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == capped
+
+
 def test_the_kernel_s_limit_is_the_old_one_again_whatever_happens_inside():
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with pytest.raises(KeyError), enforced(Device(), held_now() + (1 << 30)):

@@ -3,7 +3,9 @@ one_hot with num_classes; one that counted classes by the largest label of a par
 that asked by numpy() got whatever lay there."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,9 +13,20 @@ from torch import nn
 from torch.distributions import Categorical, Normal, kl_divergence
 
 from seqpart import Trainer
+from seqpart.data.source import generators_kept
 from seqpart.errors import DataError, OptionError
+from seqpart.model.loss_probe import seed_all
 
 ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 5
+
+
+@pytest.mark.parametrize("seed", [-1, 0, 2**32 - 1, 2**32, 2**64 - 1])
+def test_every_seed_of_64_bits_seeds_all_generators(seed):
+    """numpy takes 32 bits: `--seed -1 --model package.module:function` ended in its traceback."""
+    with generators_kept():
+        drawn = [(seed_all(seed), torch.rand(1).item(), random.random(), np.random.rand()) for _ in range(2)]
+        np.random.seed(seed % 2**32)
+        assert drawn[0] == drawn[1] and drawn[0][3] == np.random.rand()
 
 
 def squares(output, labels):

@@ -13,7 +13,7 @@ from seqpart import Trainer
 from seqpart.device.pages import aligned
 from seqpart.errors import CorruptFile, OptionError
 from seqpart.model.optimizer_trials import Temporaries
-from seqpart.model.optimizers import Adopted, choose, describe
+from seqpart.model.optimizers import Adopted, choose, describe, refuse_unknown
 from seqpart.store.layout import TensorSpec, spec_of
 
 CHOICES = {
@@ -949,6 +949,16 @@ def test_weight_decay_leaves_out_biases_norms_and_patterns_of_names(schedule, tm
     given |= {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.5, "lr_schedule": schedule, "quiet": True}
     Trainer(model, offload_dir=tmp_path, no_decay="bias, norm,embed.*", **given).fit((x, y), (x, y))
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_bias_and_norm_may_spare_none_beside_one_that_does():
+    """The documented "bias,norm" was refused for models without biases, such as Llama."""
+    dimensions = {"embed.weight": 2, "norm.weight": 1}
+    refuse_unknown("bias, norm", dimensions)
+    refuse_unknown("norm,bias,embed.*", dimensions)
+    for nothing in ("bias", "bias,norm,headd*", "norm.*,headd*"):
+        with pytest.raises(OptionError, match="no_decay: expected bias, norm, or a pattern"):
+            refuse_unknown(nothing, dimensions)
 
 
 def test_weight_decay_that_spares_nothing_is_refused(tmp_path):

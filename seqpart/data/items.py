@@ -1,6 +1,6 @@
-"""Items that lack something: labels, for a loss that takes none, or dimensions, where each input of a row is one number.
+"""Brings the user's items to one form: a label for each, and inputs and labels of their own where they are single numbers.
 
-Below this module every row has a label: a zero, which no loss gets; and a tuple of numbers is one input, or a Several.
+Below this module every row has a label: a zero, which no loss gets, where it came without; numbers are one row, or a Several.
 """
 
 import copy
@@ -37,6 +37,9 @@ def with_zeros(data: Any, labelled: bool = False) -> tuple[Any, bool]:
     if isinstance(data, Mapping):
         return (dict(data), np.zeros(len(next(iter(data.values()))), np.int64)), True
     changed = _changed(data, lambda item, _: (out_of_one(item), 0))
+    items: Any = changed.dataset if isinstance(changed, DataLoader) else changed
+    if _has_places(items) and hasattr(items, "targets"):
+        vars(items)["targets"] = np.zeros(len(items), np.int64)  # not those of the user's data set
     if isinstance(data, DataLoader) and data.collate_fn is not default_collate:
         object.__setattr__(changed, "collate_fn", partial(_collated, data.collate_fn))
     return changed, True

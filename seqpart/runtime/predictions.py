@@ -1,0 +1,76 @@
+"""Collects what a model returns for all rows of a pass, in unnamed files: it may be more than the limit."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from seqpart.capture.program import leaves, mapped
+from seqpart.errors import ModelError
+
+
+class Predictions:
+    """What a model returns for rows that come micro-batch by micro-batch: a metric object with update, compute and reset."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._files, self._form = folder, list[RowFile](), None
+
+    def reset(self) -> None:
+        self.close()
+
+    def update(self, outputs: Any, labels: torch.Tensor) -> None:
+        """Adds the outputs of a micro-batch, a tensor (rows, ...) or a tree of them. Raises ModelError for others."""
+        found = [leaf for leaf in leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        if odd := [tuple(one.shape) for one in found if one.shape[:1] != labels.shape[:1]]:
+            raise ModelError(f"predict: expected tensors of {len(labels)} rows from the model; found one of shape {odd[0]}.")
+        self._form = outputs if self._form is None else self._form
+        self._files = self._files or [RowFile(self._folder) for _ in found]
+        for file, tensor in zip(self._files, found, strict=True):
+            file.add(tensor)
+
+    def compute(self) -> dict[str, Any]:
+        """There are no figures."""
+        return {}
+
+    def tree(self) -> Any:
+        """Returns the outputs of all rows as the model returns them, mapped from their files; writes to them stay in memory."""
+        arrays = iter([torch.from_numpy(file.array()) for file in self._files])
+        return mapped(self._form, lambda leaf: next(arrays) if isinstance(leaf, torch.Tensor) else leaf)
+
+    def close(self) -> None:
+        """Closes the files; mapped tensors remain valid."""
+        while self._files:
+            self._files.pop().close()
+
+
+def of_no_loss(outputs: Any) -> Any:
+    """A loss of 0, whatever the model returns."""
+    found = [leaf for leaf in leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return sum(leaf.flatten()[:0].sum() for leaf in found)
+
+
+class RowFile:
+    """Tensors that differ only in their number of rows, appended to an unnamed file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by close)
+        self._rows = 0
+        self._shape: tuple[int, ...] = ()
+        self._dtype: np.dtype[Any] = np.dtype(np.float32)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach()
+        plain = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+        self._shape, self._dtype = plain.shape[1:], plain.dtype
+        self._rows += len(plain)
+        self._file.write(np.ascontiguousarray(plain).tobytes())
+
+    def array(self) -> np.ndarray[Any, Any]:
+        self._file.flush()
+        shape = (self._rows, *self._shape)
+        return np.memmap(self._file, self._dtype, "c", shape=shape) if self._rows else np.zeros(shape, self._dtype)
+
+    def close(self) -> None:
+        self._file.close()

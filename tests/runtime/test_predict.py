@@ -1,0 +1,106 @@
+"""What the model returns for given rows, under the limit, in the bits of its own forward."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from seqpart import Trainer
+from seqpart.errors import ModelError
+
+X, Y = torch.randn(23, 8, generator=torch.Generator().manual_seed(0)), torch.arange(23) % 4
+FORMS = {
+    "x": X,
+    "pair": (X, Y),
+    "data set": TensorDataset(X, Y),
+    "items without labels": list(X),
+    "loader": DataLoader(TensorDataset(X), batch_size=7),
+    "dict": {"x": X},
+}
+
+
+class Several(nn.Module):
+    """Returns a tree of scores, states and whole numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scores = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5)), nn.Linear(16, 4)
+
+    def forward(self, x):
+        states = self.body(x).relu()
+        scores = self.scores(states)
+        return {"logits": scores, "rest": (states, scores.argmax(1))}
+
+
+def trainer(model, folder, loss=None, **options):
+    options = {"mem_limit": "2GB", "method": "streamed", "partitions": 2, "batch_size": 8, "epochs": 1, **options}
+    return Trainer(model, loss, output_dir=folder / "run", quiet=True, **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_predictions_are_those_of_the_models_own_forward_in_evaluation(form, tmp_path):
+    torch.manual_seed(0)
+    model = Several()
+    with torch.no_grad():
+        expected = copy.deepcopy(model).eval()(X[:20]), copy.deepcopy(model).eval()(X[20:])
+    found = trainer(model, tmp_path, lambda output, labels: nn.functional.cross_entropy(output["logits"], labels)).predict(
+        FORMS[form]
+    )
+    every = [found["logits"], *found["rest"]]
+    parts = [[one["logits"], *one["rest"]] for one in expected]
+    for tensor, *own in zip(every, *parts, strict=True):
+        torch.testing.assert_close(tensor, torch.cat(own), rtol=1e-6, atol=1e-6)  # batches of other sizes
+    assert isinstance(found["rest"], tuple) and found["rest"][1].dtype == torch.int64
+    assert model.training and not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_after_a_fit_the_trained_model_predicts_and_a_file_stands_in_for_it(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    before = copy.deepcopy(model)
+    one = trainer(model, tmp_path, batch_size=23)
+    result = one.fit((X, Y))
+    assert torch.equal(one.predict(X), model(X).detach())
+    assert not torch.equal(one.predict(X), before(X).detach())
+    assert torch.equal(trainer(before, tmp_path / "other", batch_size=23).predict(X, weights=result.weights), model(X).detach())
+
+
+@pytest.mark.own_process
+def test_predictions_larger_than_the_limit_are_in_a_file(tmp_path):
+    x = torch.randn(1500, 8)
+    one = trainer(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1 << 16)), tmp_path, mem_limit="370MB", batch_size=16)
+    found = one.predict(x)
+    assert found.nbytes > 370e6 and torch.equal(found[:16], one.predict(x[:16]))
+
+
+def test_a_tensor_that_is_no_rows_is_refused(tmp_path):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(8, 4), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.layer(x), self.scale
+
+    with pytest.raises(ModelError, match=r"predict: expected tensors of 8 rows from the model; found one of shape \(3,\)"):
+        trainer(Odd(), tmp_path, lambda output: output[0].sum(), method="full", partitions=1).predict(X)
+
+
+def test_a_session_predicts_with_the_weights_of_its_last_step(tmp_path):
+    """What a policy does, and which rows are labelled next, is chosen by the model that is being trained."""
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.Adam(plain.parameters())
+    one = Trainer(model, None, torch.optim.Adam, mem_limit="2GB", method="streamed", partitions=2, batch_size=8, quiet=True)
+    with one.session((X[:8], Y[:8])) as session:
+        for at in (0, 8):
+            session.step((X[at : at + 8], Y[at : at + 8]))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(plain(X[at : at + 8]), Y[at : at + 8]).backward()
+            optimizer.step()
+            assert torch.equal(session.predict(X[:8]), plain(X[:8]).detach())
+        assert torch.equal(session.predict((X[:8], Y[:8])), session.predict(X[:8]))
+        assert session.predict(X).shape == (23, 4)
