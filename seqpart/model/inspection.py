@@ -32,7 +32,8 @@ def kept_modes(model: object) -> Iterator[object]:
     parts = [model] if isinstance(model, nn.Module) else model
     roots = [part for part in parts if isinstance(part, nn.Module)] if isinstance(parts, list | tuple) else []
     modes = {part: part.training for root in roots for part in root.modules()}
-    mixed = {root for root in roots if not root.training and any(part.training and _obeys(part) for part in root.modules())}
+    evaluating = [root for root in roots if not root.training and not hasattr(type(root), "from_pretrained")]
+    mixed = {root for root in evaluating if any(part.training and _obeys(part) for part in root.modules())}
     trains = bool(mixed) or any(root.training for root in roots)
     kept = list(dict.fromkeys(part for root in roots for part in _evaluating(root, trains, mixed=root in mixed)))
     for part in kept:

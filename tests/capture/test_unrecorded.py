@@ -339,7 +339,6 @@ class Scattered(nn.Linear):
 @pytest.mark.parametrize(
     ("build", "x", "words"),
     [
-        (Net, torch.ones(32), r"x has one number a row .* x\[:, None\]"),
         (Net, torch.eye(32, 8).to_sparse(), r"expected x with all its numbers; .* x.to_dense\(\)"),
         (
             lambda: nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Flatten(), nn.Linear(32, 3)), torch.zeros(32, 4).long(),
@@ -354,7 +353,7 @@ class Scattered(nn.Linear):
         (lambda: list(norm_twice()), None, "running_mean is 1.running_mean|is of a module that is called twice"),
     ],
     ids=[
-        "one number a row", "sparse rows", "sparse gradients", "sparse weights", "old spectral norm", "the same inside",
+        "sparse rows", "sparse gradients", "sparse weights", "old spectral norm", "the same inside",
         "a hook", "in place", "layers in a list", "norm called twice",
     ],
 )  # fmt: skip

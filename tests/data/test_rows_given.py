@@ -125,6 +125,8 @@ def test_other_names_are_left_to_a_forward_that_takes_any():
 def test_a_list_of_blocks_is_given_its_tensor_by_no_name():
     with pytest.raises(ModelError, match=r"a row has a dict of x \(4,\) float32. Give the tensor itself, \(x, y\)"):
         trainer(lambda: [*one_tensor()]).plan(({"x": X}, Y))
+    with pytest.raises(DataError, match=r"x has one number a row .* x\[:, None\]"):
+        trainer(lambda: [*one_tensor()]).plan((X[:, 0], Y))
     with pytest.raises(DataError, match=r"the inputs that Sequential takes \(input\); found x \(4,\) float32"):
         trainer(one_tensor).plan(({"x": X}, Y))
 

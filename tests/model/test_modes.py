@@ -101,7 +101,14 @@ def test_a_part_that_came_in_evaluation_trains_to_the_bits_of_a_plain_loop_that_
     assert found.test_loss == pytest.approx(nn.functional.cross_entropy(whole.eval()(rows[0]), rows[1]).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("make", [lambda: Normed().eval(), Pretrained.from_pretrained, Wrapped])
+def renewed():
+    """A pretrained model with a new head."""
+    model = Pretrained.from_pretrained()
+    [*model.children()][-1].train()
+    return model
+
+
+@pytest.mark.parametrize("make", [lambda: Normed().eval(), Pretrained.from_pretrained, Wrapped, renewed])
 @pytest.mark.few(1)
 def test_a_model_that_came_in_evaluation_as_a_whole_trains(make, tmp_path):
     """So does one that a library left so inside another: it says nothing of what is to evaluate."""
@@ -112,7 +119,7 @@ def test_a_model_that_came_in_evaluation_as_a_whole_trains(make, tmp_path):
     assert counted == [8, 8]
 
 
-class Probed(Pretrained):
+class Probed(Normed):
     """A pretrained model inside another."""
 
     def __init__(self):
