@@ -264,7 +264,7 @@ def idle(arm: str) -> None:
         batch_rows = self.phases[step.phase].kind.name
         if batch_rows == "TRAIN" and step.verb.name == "FORWARD" and step.partition == 0:
             batch = self._next_batch(step)
-            self._done_with(batch)
+            self._release(batch)
         return (0, 0) if batch_rows == "TRAIN" else real_forward(self, step)
 
     real_forward = Compute.forward
