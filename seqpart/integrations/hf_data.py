@@ -16,7 +16,7 @@ from seqpart.data.loaders import spanned
 from seqpart.data.padding import LABELS, TOKENS, ZEROS, Key, Padding, Sizes, sizes_of, tokenizer_says
 from seqpart.data.source import generators_kept
 from seqpart.errors import DataError, OptionError
-from seqpart.runtime.predictions import RowFile
+from seqpart.runtime import predictions
 from seqpart.text import short
 
 COLUMNS = ("labels", "label", "label_ids")
@@ -244,8 +244,8 @@ def padding_of(given: Padding | None, collator: Any, processing_class: Any, conf
     return (given or Padding("longest")).or_else(token, side)
 
 
-class Predictions:
-    """Collects outputs and labels of an evaluation in files: a metric object with update, compute and reset.
+class Predictions(predictions.Predictions):
+    """Collects outputs and labels of an evaluation in files.
 
     compute_metrics: transformers', of an EvalPrediction; first: preprocess_logits_for_metrics; folder: for the files;
     wanted: name of the loss, or of a metric that it must return.
@@ -255,32 +255,20 @@ class Predictions:
         self, compute_metrics: Callable[[Any], Mapping[str, Any]] | None,
         first: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None, folder: Path, wanted: str = "loss",
     ) -> None:  # fmt: skip
-        self._compute_metrics, self._first, self._folder, self._wanted = compute_metrics, first, folder, wanted
-        self._files: list[RowFile] = []
+        super().__init__(folder)
+        self._compute_metrics, self._first, self._wanted = compute_metrics, first, wanted
         self.names = set[str]()
         """The names of all metrics that were found."""
-
-    def reset(self) -> None:
-        self.close()
-        self._files = [RowFile(self._folder), RowFile(self._folder)]
-
-    def close(self) -> None:
-        """Closes the files; mapped arrays remain valid."""
-        while self._files:
-            self._files.pop().close()
 
     def update(self, outputs: Any, labels: torch.Tensor) -> None:
         """Adds the logits (rows, ...) of outputs, and labels (rows, ...), of one micro-batch."""
         outputs = logits_of(outputs)
-        if self._first is not None:
-            outputs = self._first(outputs, labels)
-        for file, tensor in zip(self._files, (outputs, labels), strict=True):
-            file.add(tensor)
+        super().update((outputs if self._first is None else self._first(outputs, labels), labels), labels)
 
     def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Returns (predictions, labels), mapped from their files; writes to them stay in memory."""
-        predictions, labels = (file.array() for file in self._files)
-        return predictions, labels
+        found, labels = self.tree()
+        return found.numpy(), labels.numpy()
 
     def compute(self) -> dict[str, Any]:
         """Returns the metrics. Raises OptionError."""
@@ -288,8 +276,8 @@ class Predictions:
             return {}
         from transformers import EvalPrediction
 
-        predictions, labels = self.arrays()
-        found = self._compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+        outputs, labels = self.arrays()
+        found = self._compute_metrics(EvalPrediction(predictions=outputs, label_ids=labels))
         named = {name.removeprefix("eval_"): value for name, value in found.items()}
         self.names.update(named)
         if self._wanted not in {"loss", *named}:
