@@ -13,12 +13,13 @@ from typing import Any, Unpack, cast
 from seqpart.arguments import refuse_no_loss, refuse_no_modules, refuse_optimizer, refuse_options_beside
 from seqpart.callbacks import callers
 from seqpart.checkpoint.resume import ResumePoint, refuse_unlike_ranks, resume_point_of
-from seqpart.data.items import WithoutLabels, needs_labels, with_inputs, with_zeros
+from seqpart.data.items import WithoutLabels, needs_labels, with_inputs, with_zeros, without_labels
 from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding, as_padding
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, first_rows
 from seqpart.data.step_losses import StepLosses
+from seqpart.data.test_sets import are_named
 from seqpart.device.limit import limit_of, translate_oom
 from seqpart.device.opening import open_device
 from seqpart.device.ranks import begun_before, leads, leaving_on_error, per_machine, ranks_of, refuse_ranks
@@ -413,18 +414,21 @@ class Trainer:
     def predict(self, data: object, *, weights: str | Path | None = None) -> Any:
         """Returns what the model returns for rows, in order, in evaluation mode and under the limit.
 
-        data: rows as `fit` takes them, with or without labels, which are left out: x alone, a dict of inputs by name, or
-        ((a, b),) in order. weights: as for `evaluate`. The tensors (rows, ...) that it returns are mapped from an unnamed file
-        beside the run's, which goes when they are freed; those of bfloat16 are float32.
+        data: rows as `fit` takes them, with or without labels, which are left out: x alone, a dict of inputs by name,
+            ((a, b),) in order, or several sets by name. weights: as for `evaluate`.
+
+        The tensors (rows, ...) are mapped from an unnamed file beside the run's, which goes when they are freed; those of
+        bfloat16 are float32.
 
         Raises what `evaluate` raises, and ModelError for a model that returns other tensors than a row's.
         """
+        if are_named(data):
+            return {name: self.predict(part, weights=weights) for name, part in data.items()}
         trainer = copy.copy(self)
         trainer._loss, trainer._labelled, trainer._steps = WithoutLabels(of_no_loss), False, None
         trainer.settings = replace(self.settings, loss=None, label_smoothing=0.0, loss_chunks="auto")
-        split = in_type_of(
-            self.model, rows_to_evaluate(self._with_inputs(data), trainer.settings, self._padding, labelled=False)
-        )
+        data = without_labels(self._with_inputs(data))
+        split = in_type_of(self.model, rows_to_evaluate(data, trainer.settings, self._padding))
         with closing(Predictions(existing(self.scratch_parent))) as found:
             trainer._evaluated(f"predictions for {split.count} rows", split, weights, found)
             return found.tree()

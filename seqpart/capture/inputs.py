@@ -51,10 +51,13 @@ class Several(tuple[Any, ...]):
 
 
 def takes_a_dict(model: nn.Module, form: Form) -> bool:
-    """True if inputs by name go to the forward of `model` as one dict, its only parameter: forward(self, batch)."""
+    """True if inputs by name go to the forward of `model` as one dict, all that it asks for: forward(self, batch)."""
     names = {one.name for one in form}
-    parameters = inspect.signature(model.forward).parameters.values() if len(names) > 1 else ()
-    return [(one.kind, one.name in names) for one in parameters] == [(inspect.Parameter.POSITIONAL_OR_KEYWORD, False)]
+    parameters = list(inspect.signature(model.forward).parameters.values()) if len(names) > 1 else []
+    asked = [one.kind for one in parameters if one.default is one.empty]
+    return asked in ([inspect.Parameter.POSITIONAL_OR_KEYWORD], [inspect.Parameter.POSITIONAL_ONLY]) and not any(
+        one.name in names or one.kind is one.VAR_KEYWORD for one in parameters
+    )
 
 
 def takes_several(model: object) -> bool:

@@ -33,16 +33,35 @@ def with_zeros(data: Any, labelled: bool = False) -> tuple[Any, bool]:
     if not _is_bare(data):
         return data, False
     if isinstance(data, torch.Tensor | np.ndarray):
-        return (data, np.zeros(len(data), np.int64)), True
+        return (data if len(data.shape) > 1 else (data,), np.zeros(len(data), np.int64)), True
     if isinstance(data, Mapping):
         return (dict(data), np.zeros(len(next(iter(data.values()))), np.int64)), True
-    changed = _changed(data, lambda item, _: (out_of_one(item), 0))
-    items: Any = changed.dataset if isinstance(changed, DataLoader) else changed
-    if _has_places(items) and hasattr(items, "targets"):
-        vars(items)["targets"] = np.zeros(len(items), np.int64)  # not those of the user's data set
+    changed = _with_zero_labels(data, out_of_one)
     if isinstance(data, DataLoader) and data.collate_fn is not default_collate:
         object.__setattr__(changed, "collate_fn", partial(_collated, data.collate_fn))
     return changed, True
+
+
+def without_labels(data: Any) -> Any:
+    """Returns data with a 0 as the label of each row, in the place of its own, which what a collate_fn makes keeps."""
+    data, bare = with_zeros(data)
+    if bare or (isinstance(data, DataLoader) and data.collate_fn is not default_collate):
+        return data
+    if isinstance(data, Mapping) or is_pair(data):
+        x, _ = x_and_y(data, "")
+        part = x if hasattr(x, "shape") else next(iter(x.values() if isinstance(x, Mapping) else x))
+        return x, np.zeros(len(part), np.int64)
+    return data if isinstance(data, Split | str | tuple) else _with_zero_labels(data, lambda item: x_and_y(item, "")[0])
+
+
+def _with_zero_labels(data: Any, x_of: Callable[[Any], Any]) -> Any:
+    """Returns a data set, a stream or a loader of (x, 0). x_of: makes x of an item."""
+
+    def changed(item: Any, _: int) -> tuple[Any, int]:
+        x = x_of(item)
+        return Several((x,)) if dims_of(x) == 0 else x, 0
+
+    return _changed(data, changed, lambda count: np.zeros(count, np.int64))
 
 
 def with_inputs(data: Any, model: object, loss: object = None) -> Any:
@@ -51,7 +70,7 @@ def with_inputs(data: Any, model: object, loss: object = None) -> Any:
     inputs, and (x, (age, sex)) for a loss that is a function of the user's. Other data as they are."""
     if are_named(data):
         return {name: with_inputs(part, model, loss) for name, part in data.items()}
-    if not isinstance(model, nn.Module) or data is None or isinstance(data, Split | str):
+    if not isinstance(model, nn.Module | None) or data is None or isinstance(data, Split | str):
         return data
     if is_pair(data):
         return ((data[0],), data[1]) if len(getattr(data[0], "shape", ())) == 1 else data
@@ -59,10 +78,13 @@ def with_inputs(data: Any, model: object, loss: object = None) -> Any:
         return data
     if isinstance(data, DataLoader) and data.collate_fn is not default_collate:  # it makes tensors of them
         return data
-    own = callable(loss) and not loss.__module__.startswith("torch.")
+    own = callable(loss) and not str(loss.__module__).startswith("torch.")
     change = partial(_with_numbers, several=takes_several(model), own_loss=own)
     item = _first_item(data.dataset if isinstance(data, DataLoader) else data, default_collate)
-    return data if change(item) is item else _changed(data, lambda item, _: change(item))
+    if (changed := change(item)) is item:
+        return data
+    targets = (lambda _: None) if isinstance(changed[1], Several) else None  # those of the data set are no labels of their own
+    return _changed(data, lambda item, _: change(item), targets)
 
 
 def _with_numbers(item: Any, *, several: bool, own_loss: bool) -> Any:
@@ -77,13 +99,18 @@ def _with_numbers(item: Any, *, several: bool, own_loss: bool) -> Any:
     return (Several(numbers) if alone else x, Several(y) if labels else y) if alone or labels else item
 
 
-def _changed(data: Any, change: Callable[[Any, int], Any]) -> Any:
-    """Returns a data set, a stream or a loader with each item changed."""
-    if not isinstance(data, DataLoader):
-        return (ChangedItems if _has_places(data) else ChangedStream)(data, change)
-    loader = copy.copy(data)
-    object.__setattr__(loader, "dataset", _changed(data.dataset, change))
-    return loader
+def _changed(data: Any, change: Callable[[Any, int], Any], targets: Callable[[int], Any] | None = None) -> Any:
+    """Returns a data set, a stream or a loader with each item changed. targets: makes its `targets` of their number."""
+    if isinstance(data, DataLoader):
+        loader = copy.copy(data)
+        object.__setattr__(loader, "dataset", _changed(data.dataset, change, targets))
+        return loader
+    if not _has_places(data):
+        return ChangedStream(data, change)
+    items = ChangedItems(data, change)
+    if targets is not None and hasattr(data, "targets"):
+        vars(items)["targets"] = targets(len(data))
+    return items
 
 
 def _is_bare(data: object) -> bool:
@@ -95,7 +122,7 @@ def _is_bare(data: object) -> bool:
     if data is None or isinstance(data, Split | str | tuple) or is_pair(data):
         return False
     item = _first_item(data.dataset if isinstance(data, DataLoader) else data, getattr(data, "collate_fn", default_collate))
-    return (isinstance(item, torch.Tensor | np.ndarray | Mapping) and _is_bare(item)) or _is_alone(item)
+    return (isinstance(item, torch.Tensor | np.ndarray | Mapping) and _is_bare(item)) or dims_of(item) == 0 or _is_alone(item)
 
 
 def _has_places(items: object) -> bool:

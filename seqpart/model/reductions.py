@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, Self, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -282,6 +282,8 @@ _TRIAL_BYTES = 4 << 20
 _MOST_TRIAL_BYTES = 64 << 20
 _VALUES = 32
 """Most different labels that are tried."""
+_FEW_LABELS = 1 << 16
+"""Most labels of which all values are found: sorting them takes a copy."""
 _LOOKED_AT = 1 << 22
 """Most numbers that are searched for them, in labels as large as images."""
 
@@ -321,7 +323,8 @@ def refuse_other_labels(
 ) -> None:
     """Raises OptionError for labels with which a trial finds that parts of a batch add up otherwise than `reduction` says."""
     try:
-        found = tried(loss, reduction if reduction.counts is not None else None, shape, dtype, labels)
+        known = reduction if reduction.counts is not None else None
+        found = tried(loss, known, shape, dtype, labels, wanted=reduction.kind)
     except (DataError, OptionError):  # what it says of itself was confirmed before
         return
     if found.kind is not reduction.kind:
@@ -353,19 +356,20 @@ def _one_shape(shape: tuple[int, ...], labels: torch.Tensor) -> str:
 
 
 def tried(
-    loss: LossFunction, reduction: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor
-) -> Reduction:
+    loss: LossFunction, reduction: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor,
+    wanted: Kind = Kind.ROWS,
+) -> Reduction:  # fmt: skip
     """Finds by a trial how parts of a batch add up to the whole: outputs (rows, *shape) are random, labels occur in the data.
 
-    reduction: what the loss says of itself, to be confirmed. Raises OptionError where that is wrong, and where nothing can
-    be tried; DataError where the loss fails.
+    reduction: what the loss says of itself, to be confirmed. wanted: what is found where several fit. Raises OptionError where
+    that is wrong, and where nothing can be tried; DataError where the loss fails.
     """
     own = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
     trial = _Trial(own, reduction, shape, dtype if dtype == torch.float64 else torch.float32, labels)
     with torch.random.fork_rng(devices=[]), judging(name_of(loss), shape, "", values=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's losses: shapes that differ
         torch.manual_seed(0)
-        return trial.result()
+        return trial.result(wanted)
 
 
 class _CannotBeTried(OptionError):
@@ -393,7 +397,7 @@ class _Trial:
             self._rows = (1, 1)
         self._too_large = sum(self._rows) * math.prod(self._shape) * dtype.itemsize > _MOST_TRIAL_BYTES
 
-    def result(self) -> Reduction:
+    def result(self, wanted: Kind) -> Reduction:
         if self._too_large:
             if self._known is None:
                 raise _CannotBeTried(f"loss {name_of(self._loss)}: its outputs are too large for a trial. {_CURE}")
@@ -426,7 +430,7 @@ class _Trial:
                 f"loss {name_of(self._loss)}: it returned (sum, count), and one of them is not the sum of its parts'."
             )
         first = next(
-            (kind for kind in (Kind.ROWS, Kind.COUNTED, Kind.SUM) if kind in kinds and (kind is Kind.COUNTED) == pairs),
+            (kind for kind in (wanted, Kind.ROWS, Kind.COUNTED, Kind.SUM) if kind in kinds and (kind is Kind.COUNTED) == pairs),
             Kind.WHOLE,
         )
         return Reduction(first, tried=first is not Kind.WHOLE)
@@ -509,9 +513,41 @@ class _Trial:
             yield torch.cat([torch.full_like(real[:few], value.item()), real[few:]])
 
 
+@dataclass(frozen=True, slots=True)
+class LabelValues:
+    """Values among labels: all of them if they are few whole numbers, else the lowest and the highest."""
+
+    values: frozenset[float]
+    are_all: bool
+
+    @classmethod
+    def of(cls, labels: torch.Tensor) -> Self:
+        labels = comparable(labels)
+        if labels.numel() <= _FEW_LABELS and not labels.is_floating_point():
+            return cls(frozenset(map(float, torch.unique(labels))), True)
+        return cls(frozenset(map(float, torch.aminmax(labels))), False)
+
+    def holds(self, other: Self) -> bool:
+        """True if none of the other's values is new."""
+        if self.are_all and other.are_all:
+            return other.values <= self.values
+        return not self.are_all and min(self.values) <= min(other.values) and max(other.values) <= max(self.values)
+
+    def with_others(self, other: Self) -> Self:
+        values, are_all = self.values | other.values, self.are_all and other.are_all
+        if are_all and len(values) <= _VALUES:
+            return type(self)(values, True)
+        return type(self)(frozenset({min(values), max(values)}), False)
+
+
+def comparable(labels: torch.Tensor) -> torch.Tensor:
+    """Returns labels in a type that has a lowest and a highest."""
+    return torch.view_as_real(labels) if labels.is_complex() else labels.byte() if labels.dtype == torch.bool else labels
+
+
 def _ends(loss: Any, labels: torch.Tensor) -> Iterator[torch.Tensor]:
     """Numbers of rows with the lowest, and the highest, of each of the labels of a row, a tensor of one number each."""
-    flat = ([part.reshape(len(some), -1) for part in loss.parts(some)] for some in torch.split(labels, 1024))
+    flat = ([comparable(part).reshape(len(some), -1) for part in loss.parts(some)] for some in torch.split(labels, 1024))
     pieces = [[(part.amin(1), part.amax(1)) for part in parts] for parts in flat]
     for one in zip(*pieces, strict=True):
         lowest, highest = map(torch.cat, zip(*one, strict=True))

@@ -45,6 +45,7 @@ from seqpart.model.optimizers import (
     scheduled,
 )
 from seqpart.model.reductions import (
+    LabelValues,
     LossValue,
     Reduction,
     ignored_label,
@@ -254,7 +255,7 @@ class Inputs:
             raise nothing_learns(sum(cost.frozen for cost in costs))
         refuse_lost_gradients(whole, costs, self.train.shape, rows, self.settings.autocast)
         self._reduction = self._found_reduction()
-        self._label_ranges: list[tuple[float, float]] = []
+        self._label_values: list[LabelValues] = []
         if trains:
             self._try_optimizers()
             length, frozen = self.length(max(values_of(self.settings.epochs)), self.full_batch), self.settings.frozen
@@ -328,18 +329,16 @@ class Inputs:
         )  # fmt: skip
         return found if self.chain.head is None else replace(found, tried=False)  # a cross-entropy, whose outputs are not held
 
-    def _ranges_of(self, labels: torch.Tensor) -> list[tuple[float, float]]:
-        """(lowest, highest) of each of the labels of a row."""
-        ends = [torch.aminmax(part.double()) for part in parts_of(labels, self.train.label_form)]
-        return [(float(low), float(high)) for low, high in ends]
-
     def look_at_labels(self, labels: torch.Tensor) -> None:
         """Raises OptionError for labels of a batch that is divided, if values that none had before change how losses add up."""
-        known, found = self._label_ranges or self._ranges_of(self.train.labels), self._ranges_of(labels)
-        self._label_ranges = [(min(a, c), max(b, d)) for (a, b), (c, d) in zip(known, found, strict=True)]
-        if self._reduction.tried and self._label_ranges != known:
+        if not self._reduction.tried:
+            return
+        known = self._label_values or [*map(LabelValues.of, parts_of(self.train.labels, self.train.label_form))]
+        found = [*map(LabelValues.of, parts_of(labels, self.train.label_form))]
+        if not all(old.holds(new) for old, new in zip(known, found, strict=True)):
             last = self.costs_at(self.full_batch)[-1]
             refuse_other_labels(self._final_loss, self._reduction, self._loss_input_shape(last), last.output_dtype, labels)
+        self._label_values = [old.with_others(new) for old, new in zip(known, found, strict=True)]
 
     def _loss_input_shape(self, last: BlockCost) -> tuple[int, ...]:
         """Shape of one row of what the loss takes: the chain's output, or that of the head behind it."""

@@ -1,5 +1,6 @@
 """Collects what a model returns for all rows of a pass, in unnamed files: it may be more than the limit."""
 
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class RowFile:
     def array(self) -> np.ndarray[Any, Any]:
         self._file.flush()
         shape = (self._rows, *self._shape)
-        return np.memmap(self._file, self._dtype, "c", shape=shape) if self._rows else np.zeros(shape, self._dtype)
+        return np.memmap(self._file, self._dtype, "c", shape=shape) if math.prod(shape) else np.zeros(shape, self._dtype)
 
     def close(self) -> None:
         self._file.close()

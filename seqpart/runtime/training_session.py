@@ -17,10 +17,12 @@ from safetensors.torch import load_file
 from seqpart.capture.inputs import PADS
 from seqpart.config import MOST, ON_CALL
 from seqpart.data.boundary_cache import FedRows
+from seqpart.data.items import without_labels
 from seqpart.data.padding import Padding
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, form_of_labels, form_of_rows, write_rows
 from seqpart.data.step_losses import StepLosses
+from seqpart.data.test_sets import are_named
 from seqpart.device.device import Device
 from seqpart.device.sampler import Proof
 from seqpart.errors import DataError, ModelError, OptionError
@@ -304,9 +306,11 @@ class TrainingSession:
     @torch.inference_mode(False)
     def predict(self, data: object) -> Any:
         """Returns what the loss gets from the current model for rows, with or without labels, as `Trainer.predict` does."""
-        data, example = self._with_inputs(data), self._example
-        split = in_type_of(example, kept_rows(data, self._settings, self._padding, labelled=False))
-        labels = example.labels[torch.arange(split.count) % len(example.labels)]  # any that the loss takes
+        if are_named(data):
+            return {name: self.predict(part) for name, part in data.items()}
+        data, example = without_labels(self._with_inputs(data)), self._example
+        split = in_type_of(example, kept_rows(data, self._settings, self._padding))
+        labels = example.labels[:1].expand(split.count, *example.labels.shape[1:])  # any that the loss takes
         split = replace(split, labels=labels, label_form=example.label_form, labelled=example.labelled)
         with closing(Predictions(self._folder)) as found:
             self._tested(split, found)

@@ -189,6 +189,49 @@ def test_a_session_refuses_labels_with_which_a_loss_adds_up_otherwise(tmp_path):
         session.step((x[:BATCH], y[:BATCH]))
 
 
+def test_a_session_refuses_such_labels_each_time_and_those_between_known_ones_too(tmp_path):
+    x, _ = rows_of(numbers((6,), rows=ROWS)[0])
+    loss = functools.partial(F.cross_entropy, weight=WEIGHT)
+    own = Trainer(
+        classifier(),
+        lambda *given: loss(*given),
+        mem_limit="2GB",
+        batch_size=BATCH,
+        micro_batch_size=2,
+        quiet=True,
+        method="full",
+    )
+    known, others = torch.tensor([0, 3] * 4), torch.tensor([0, 1, 2, 3] * 2)
+    with own.session((x[:BATCH], torch.zeros(BATCH, dtype=torch.int64))) as session:
+        for labels in (known, others, others):
+            with pytest.raises(OptionError, match="as it was with the example's labels"):
+                session.step((x[:BATCH], labels))
+
+
+def test_a_sum_of_zeros_is_a_sum_still(tmp_path):
+    x, _ = rows_of(numbers((6,), rows=ROWS)[0])
+    options = {"mem_limit": "2GB", "batch_size": BATCH, "micro_batch_size": 2, "quiet": True, "method": "full"}
+    with Trainer(nn.Linear(6, 4), lambda o, y: (o[:, 0] * y).sum(), **options).session(
+        (x[:BATCH], torch.ones(BATCH))
+    ) as session:
+        assert session.step((x[:BATCH], torch.zeros(BATCH))) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64])
+def test_labels_that_have_no_order_are_tried(dtype, tmp_path):
+    x, _ = rows_of(numbers((6,), rows=ROWS)[0])
+    labels = {"y": torch.ones(len(x), 4), "m": torch.ones(len(x), 4, dtype=dtype)}
+    trainer = Trainer(
+        nn.Linear(6, 4),
+        lambda o, y: ((o - y["y"]) ** 2 * y["m"].real).mean(),
+        mem_limit="2GB",
+        batch_size=8,
+        quiet=True,
+        method="full",
+    )
+    assert trainer.plan((x, labels))
+
+
 def test_the_rows_of_least_labels_are_tried_where_a_row_has_several(tmp_path):
     """A mask that is shorter in one row of many was not among the few that were tried."""
     x, y, mask = torch.zeros(4000, 6, dtype=torch.int64), torch.zeros(4000, 6, dtype=torch.int64), torch.ones(4000, 6)

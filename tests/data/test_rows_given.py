@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from seqpart import Trainer
+from seqpart.data.items import with_inputs
 from seqpart.errors import DataError, ModelError
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
@@ -144,6 +145,12 @@ def test_a_forward_of_one_parameter_takes_the_inputs_by_name_as_one_dict(tmp_pat
         for model, parts in ((Two, 1), (OfBatch, 1))
     ]
     assert losses[0] == losses[1]
+
+    class Flagged(OfBatch):
+        def forward(self, batch, /, doubled=False):
+            return super().forward(batch)
+
+    assert trainer(Flagged).plan(rows)
     with pytest.raises(DataError, match="Did you mean batch"):
         trainer(OfBatch).plan(({"batches": X, "right": X}, Y))
 
@@ -292,6 +299,33 @@ def test_a_number_beside_a_tensor_is_an_input_of_its_own(tmp_path):
     }.items():
         losses.append(trainer(Aged, tmp_path / name, shuffle=False).fit(data).train_losses)
     assert losses[0] == losses[1]
+
+
+def test_labels_of_their_own_are_not_the_targets_of_a_data_set(tmp_path):
+    class Rated(Dataset):
+        def __init__(self):
+            self.targets = [(float(i), i % 3) for i in range(24)]
+
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            return X[index], self.targets[index]
+
+    def loss(output, labels):
+        return nn.functional.mse_loss(output[:, 0], labels[0]) + nn.functional.cross_entropy(output, labels[1])
+
+    loss.__module__ = None  # as of a function that `exec` made
+    pair = (X, (torch.arange(24).float(), Y))
+    losses = [
+        trainer(one_tensor, tmp_path / str(n), loss=loss, shuffle=False).fit(d).train_losses
+        for n, d in enumerate((Rated(), pair))
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_the_command_takes_ids_before_it_has_a_model():
+    assert with_inputs(TensorDataset(torch.arange(4), torch.arange(4)), None)[2] == ((2,), 2)
 
 
 def test_numbers_are_one_row_for_a_model_that_takes_one_input(tmp_path):

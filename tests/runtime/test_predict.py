@@ -88,6 +88,22 @@ def test_a_tensor_that_is_no_rows_is_refused(tmp_path):
         trainer(Odd(), tmp_path, lambda output: output[0].sum(), method="full", partitions=1).predict(X)
 
 
+def test_several_sets_are_predicted_by_name_and_labels_are_left_out(tmp_path):
+    model = nn.Linear(8, 4)
+    one = trainer(model, tmp_path, method="full", partitions=1)
+    found = one.predict({"a": (X, Y), "b": [(x, "text") for x in X[:5]]})
+    assert torch.equal(found["a"], model(X).detach()) and torch.equal(found["b"], model(X[:5]).detach())
+    with Trainer(model, mem_limit="2GB", method="full", batch_size=8, quiet=True).session((X[:8], Y[:8])) as session:
+        assert [len(part) for part in session.predict({"a": (X, Y), "b": (X[:5], Y[:5])}).values()] == [23, 5]
+
+
+def test_ids_alone_are_predicted(tmp_path):
+    model, ids = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4)), torch.arange(23) % 9
+    one = trainer(model, tmp_path, method="full", partitions=1)
+    for data in (ids, ids.tolist(), TensorDataset(ids)):
+        assert torch.equal(one.predict(data), model(ids).detach())
+
+
 def test_a_session_predicts_with_the_weights_of_its_last_step(tmp_path):
     """What a policy does, and which rows are labelled next, is chosen by the model that is being trained."""
     torch.manual_seed(0)
