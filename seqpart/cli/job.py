@@ -133,7 +133,8 @@ def opened(job: Job, reporter: Reporter, stack: ExitStack, *, alone: bool = Fals
     stack.enter_context(trainer.device.running())
     if alone:
         trainer.count_from_start()
-    train, test = data_of(job)
+    given = data_of(job)
+    train, test = _rows_for(None, *given, job)
     limit = limit_of(trainer.settings.mem_limit, trainer.device)
     if job.model.partition(":")[0] in libraries.LIBRARIES:
         made = _library_model(job, train, test)
@@ -142,7 +143,7 @@ def opened(job: Job, reporter: Reporter, stack: ExitStack, *, alone: bool = Fals
         return job, trainer, train, test
     trainer.model, depth = model_of(job, limit, train, test, reporter)
     if takes_several(trainer.model) and not train.form:
-        train, test = data_of(job, trainer.model)
+        train, test = _rows_for(trainer.model, *given, job)
     return replace(job, depth=depth), trainer, train, test
 
 
@@ -160,16 +161,20 @@ def saved_plan(job: Job) -> Plan | None:
     return Plan.from_json(text, str(path))
 
 
-def data_of(job: Job, model: object = None) -> tuple[Split, Split]:
-    """Returns training and test data. model: see `with_inputs`. Raises OptionError or DataError for what cannot be honoured."""
+def data_of(job: Job) -> tuple[object, object]:
+    """Returns training and test data. Raises OptionError or DataError for what cannot be honoured."""
     library, _, folder = job.model.partition(":")
     tokenizer = job.tokenizer or (Path(folder) if library == "hf" and job.data.startswith("hf-text:") else None)
     if job.tokenizer is not None and not job.data.startswith("hf-text:"):
         raise OptionError(f"--tokenizer goes with --data hf-text:FILE; found --data {job.data}.")
-    train, test = datasets.load(
+    return datasets.load(
         job.data, data_dir=job.data_dir, download=job.download, image_size=job.image_size, context=job.context,
         augment=job.augment, tokenizer=tokenizer,
     )  # fmt: skip
+
+
+def _rows_for(model: object, train: object, test: object, job: Job) -> tuple[Split, Split]:
+    """Returns the rows of training and test data. model: see `with_inputs`."""
     return rows_of(with_inputs(train, model), with_inputs(test, model), job)[:2]
 
 
