@@ -232,16 +232,13 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
         outside = [part for part in model.modules() if part not in inside]
         buffers, before = {part: dict(part._buffers) for part in outside}, remembered(outside)
 
-        def run() -> Any:
-            return run_on_rows(model, rows, asked.form, named)
-
         def ran(*, again: bool = False) -> tuple[Recorder, Any]:
             recorder = Recorder(
                 blocks, paths, names, autocast, training=training, largest=count != _ROWS, again=again, row=asked.row
             )
             numbers = [recorder.number(tensor) for tensor in (rows, *own_labels)]
             assert numbers == [ROWS, LABELS][: len(numbers)]
-            return recorder, _recorded_by(recorder, run)
+            return recorder, _recorded_by(recorder, partial(run_on_rows, model, rows, asked.form, named))
 
         recorder, found = ran()
         recorder.refuse_changed_layers()

@@ -27,6 +27,7 @@ PADS = (
 """The cure for rows that differ in length."""
 _ALIGNED = 8
 """Tensors begin at a multiple of this many bytes, and so of every element's size."""
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +51,24 @@ class Several(tuple[Any, ...]):
     """The inputs or the labels of a row, in order, where each may be a single number."""
 
 
+def _parameters(model: object) -> list[inspect.Parameter]:
+    """The parameters of a model's forward; none of a list of blocks, or if it is not written in Python."""
+    try:
+        return list(inspect.signature(model.forward).parameters.values()) if isinstance(model, nn.Module) else []
+    except (TypeError, ValueError):
+        return []
+
+
 def takes_a_dict(model: nn.Module, form: Form) -> bool:
     """True if inputs by name go to the forward of `model` as one dict, all that it asks for: forward(self, batch)."""
-    names = {one.name for one in form}
-    parameters = list(inspect.signature(model.forward).parameters.values()) if len(names) > 1 else []
-    asked = [one.kind for one in parameters if one.default is one.empty]
-    return asked in ([inspect.Parameter.POSITIONAL_OR_KEYWORD], [inspect.Parameter.POSITIONAL_ONLY]) and not any(
-        one.name in names or one.kind is one.VAR_KEYWORD for one in parameters
-    )
+    names, parameters = {one.name for one in form}, _parameters(model)
+    by_place = [one.kind in _BY_PLACE for one in parameters if one.default is one.empty]
+    return len(names) > 1 and by_place == [True] and not any(one.name in names for one in parameters)
 
 
 def takes_several(model: object) -> bool:
     """True if the forward of `model` cannot be called with one input alone."""
-    try:
-        parameters = inspect.signature(model.forward).parameters.values() if isinstance(model, nn.Module) else ()
-    except (TypeError, ValueError):  # it is not written in Python
-        return False
-    return (
-        sum(one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters) > 1
-    )
+    return sum(one.default is one.empty and one.kind in _BY_PLACE for one in _parameters(model)) > 1
 
 
 def dims_of(part: object) -> int:
