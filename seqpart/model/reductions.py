@@ -70,10 +70,11 @@ class Reduction:
 
     def now(self, loss: LossFunction) -> "Reduction":
         """Returns the reduction of `loss`, to which the user may have given others since: class weights in later epochs."""
-        stated = _of_torch(loss)
-        if stated is None or (self.stated and stated[0] is self.stated[0] and stated[1:] == self.stated[1:]):
+        known = stated_reduction(loss)
+        if known is None or known.stated is None:
             return self
-        return replace(stated_reduction(loss) or self, stated=stated)
+        (weight, *others), (old, *before) = known.stated, self.stated or (None,)
+        return self if weight is old and others == before else known
 
 
 BY_ROWS = Reduction()
@@ -193,15 +194,14 @@ def reduction_of(
     rows of micro-batches: then a number of the batch may be one of each micro-batch. complete: False if other training labels,
     or test labels, may come than these. Raises OptionError where it cannot be found, DataError where the loss fails.
     """
-    known, stated = stated_reduction(loss), _of_torch(loss)
+    known = stated_reduction(loss)
     if known is None or (known.counts is not None and not _is_ours(known.counts)):
         if getattr(loss, "from_layers", False) and batch is not None and not chosen:
             raise _of_the_batch(loss, batch)
         found = _tried(loss, known, shape, dtype, labels, batch, chosen)
         return replace(found, tried=False) if chosen and getattr(loss, "of_batch", False) else found
     if _is_ours(known.counts) and labels.is_floating_point() and (tested.is_floating_point() or not len(tested)):
-        return Reduction(stated=stated)  # of probabilities, whatever the weights
-    known = replace(known, stated=stated)
+        return Reduction(stated=known.stated)  # of probabilities, whatever the weights
     alike = _is_ours(known.counts) and known.counts.keywords["weight"] is None
     if not alike or holds(labels, known.ignored):
         return known
@@ -210,7 +210,7 @@ def reduction_of(
         return replace(known, counts=functools.partial(known.counts, per_row=float(known.counts(labels[:1]))))
     # The bits of a plain loop, whatever the test rows are.
     others = known if holds(tested, known.ignored) or not complete[1] else None
-    return Reduction(ignored=known.ignored, of_tests=others, stated=stated)
+    return Reduction(ignored=known.ignored, of_tests=others, stated=known.stated)
 
 
 # --- losses that say what they divide by --------------------------------------------------------------------------
@@ -228,8 +228,8 @@ def stated_reduction(loss: LossFunction) -> Reduction | None:
     if (known := _of_torch(loss)) is not None:
         weight, ignored, reduction = known
         if reduction == "sum":
-            return Reduction(Kind.SUM, ignored=ignored)
-        return Reduction(Kind.COUNTED, functools.partial(_counted, weight=weight, ignored=ignored), ignored)
+            return Reduction(Kind.SUM, ignored=ignored, stated=known)
+        return Reduction(Kind.COUNTED, functools.partial(_counted, weight=weight, ignored=ignored), ignored, stated=known)
     counts = getattr(loss, "counts", None)
     return Reduction(Kind.COUNTED, counts) if callable(counts) else None
 
@@ -534,10 +534,9 @@ class LabelValues:
         return not self.are_all and min(self.values) <= min(other.values) and max(other.values) <= max(self.values)
 
     def with_others(self, other: Self) -> Self:
-        values, are_all = self.values | other.values, self.are_all and other.are_all
-        if are_all and len(values) <= _VALUES:
-            return type(self)(values, True)
-        return type(self)(frozenset({min(values), max(values)}), False)
+        values = self.values | other.values
+        few = self.are_all and other.are_all and len(values) <= _VALUES
+        return type(self)(values if few else frozenset({min(values), max(values)}), few)
 
 
 def comparable(labels: torch.Tensor) -> torch.Tensor:

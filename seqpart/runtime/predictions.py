@@ -18,9 +18,6 @@ class Predictions:
     def __init__(self, folder: Path) -> None:
         self._folder, self._files, self._form = folder, list[RowFile](), None
 
-    def reset(self) -> None:
-        self.close()
-
     def update(self, outputs: Any, labels: torch.Tensor) -> None:
         """Adds the outputs of a micro-batch, a tensor (rows, ...) or a tree of them. Raises ModelError for others."""
         found = [leaf for leaf in leaves(outputs) if isinstance(leaf, torch.Tensor)]
@@ -44,6 +41,8 @@ class Predictions:
         """Closes the files; mapped tensors remain valid."""
         while self._files:
             self._files.pop().close()
+
+    reset = close
 
 
 def of_no_loss(outputs: Any) -> Any:

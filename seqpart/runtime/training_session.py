@@ -241,10 +241,9 @@ class TrainingSession:
         or step(name, batch) where losses have names. Returns its loss before the update: the mean over the rows, or over what
         the loss counted of them."""
         name, batch = self._turns.batch_of(given)
-        split = batch_rows(
-            self._with_inputs(batch), padding=self._padding, form=self._example.form, labelled=self._example.labelled
-        )
-        split = in_type_of(self._example, split)
+        batch, example = self._with_inputs(batch), self._example
+        split = batch_rows(batch, padding=self._padding, form=example.form, labelled=example.labelled)
+        split = in_type_of(example, split)
         self._refuse_unlike(split)
         if split.count > self._example.count:
             raise DataError(
