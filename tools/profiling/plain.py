@@ -29,6 +29,7 @@ from seqpart.device.opening import open_device
 from seqpart.device.usage import read_process
 from seqpart.errors import SeqpartError
 from seqpart.fields import values_of
+from seqpart.intake import rows_of
 from seqpart.model.blocks import as_chain
 from seqpart.model.losses import label_dtype, loss_named
 from seqpart.model.metrics import Metrics
@@ -62,7 +63,7 @@ class Program:
         self._job, self._way, self._log = job, way, log
         device = open_device(job.device)
         self.device = device.torch
-        train, test = data_of(job)
+        train, test, _ = rows_of(*data_of(job), job)
         self._train = Rows(train, place / "train.rows", self.device)
         self._test = Rows(test, place / "test.rows", self.device)
         self._loss = loss_named(job.loss, train.labels, count_classes(train, test))
