@@ -113,7 +113,7 @@ def planned(model: Model, scene: Scene, rows: int, *, alone: bool) -> Iterator[E
     batch = rows if alone else 2 * rows
     x, y = model.rows(UPDATES * batch)
     ranks = exchange.ALONE if alone else Shared()
-    with tempfile.TemporaryDirectory() as folder, patch("seqpart.trainer.ranks_of", return_value=ranks):
+    with tempfile.TemporaryDirectory() as folder, patch("seqpart.runtime.setup.ranks_of", return_value=ranks):
         trainer = Trainer(
             model.blocks(), optimizer="adam", device=f"sim:{scene.card}", method="auto", seed=0, dtype="bf16", epochs=1,
             mem_limit=int(RESERVED * load(scene.card).memory), ram_limit=scene.ram, batch_size=batch, save_every="never",

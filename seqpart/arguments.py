@@ -1,20 +1,59 @@
-"""Refuses arguments of `Trainer` that plain PyTorch would take: classes, optimizers, scripted modules.
+"""Reads the arguments of `Trainer`, and refuses those that plain PyTorch would take: classes, optimizers, scripted modules.
 
 Each would fail later, with a message about something else.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from seqpart.data.step_losses import StepLosses
 from seqpart.errors import ModelError, OptionError
+from seqpart.model.losses import LossChoice, LossFunction, LossSource
 from seqpart.model.named_optimizers import IN_WORDS
+from seqpart.model.optimizer_trials import Build
+from seqpart.model.optimizers import Optimizer, describe, example_of, refuse_divided, refuse_rateless
+from seqpart.settings import Settings
 from seqpart.text import short
 
 
-def refuse_no_loss(loss: object) -> None:
+def read_options(
+    model: object,
+    loss: LossChoice | Mapping[str, LossFunction],
+    optimizer: str | Build | None,
+    settings: Settings | None,
+    given: dict[str, Any],
+) -> tuple[LossSource, Optimizer | None, Settings]:
+    """Returns the loss and the optimizer where they are functions, and the settings, of which `given` are the options.
+
+    Raises OptionError for options that contradict each other.
+    """
+    source = StepLosses(loss) if isinstance(loss, Mapping) else loss
+    _refuse_no_loss(source)
+    _refuse_optimizer(optimizer)
+    made = None
+    if callable(optimizer):
+        _refuse_options_beside(optimizer, sorted({"lr", "recovery_lr", "weight_decay", "no_decay", "momentum"} & set(given)))
+        made = describe(getattr(optimizer, "__name__", ""), optimizer, example=example_of(model))
+    elif optimizer is not None:
+        given["optimizer"] = optimizer
+    if isinstance(source, str) and source != "model":
+        given["loss"], source = source, None
+    if settings is not None and given:
+        raise OptionError(f"settings brings every option with it: leave {', '.join(sorted(given))} out, or settings.")
+    settings = (settings or Settings.of(**given)).placed()
+    if made is not None:
+        refuse_divided(made, settings.divides_weights)
+        refuse_rateless(made, settings.lr_schedule, settings.warmup_updates)
+    if source is not None and settings.loss is not None:
+        raise OptionError(f"loss: settings name one, {settings.loss}, and another was given. Leave one out.")
+    return source, made, settings
+
+
+def _refuse_no_loss(loss: object) -> None:
     """Raises OptionError where a loss is neither a name, nor None, nor to be called with an output and labels."""
     expected = "loss: expected a name, or a function or an object (output, labels) -> loss"
     if isinstance(loss, type):
@@ -28,7 +67,7 @@ def refuse_no_loss(loss: object) -> None:
         )
 
 
-def refuse_optimizer(optimizer: object) -> None:
+def _refuse_optimizer(optimizer: object) -> None:
     """Raises OptionError for an optimizer that has its parameters already."""
     if isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer)
@@ -40,7 +79,7 @@ def refuse_optimizer(optimizer: object) -> None:
         )
 
 
-def refuse_options_beside(optimizer: object, options: Sequence[str]) -> None:
+def _refuse_options_beside(optimizer: object, options: Sequence[str]) -> None:
     """Raises OptionError for options of the optimizers by name beside a function that makes one."""
     if not options:
         return

@@ -8,6 +8,7 @@ save everything to the homes first.
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +16,39 @@ import torch
 from safetensors.torch import load_file
 
 from seqpart.capture.inputs import PADS
+from seqpart.checkpoint.resume import resume_point_of
 from seqpart.config import MOST, ON_CALL
 from seqpart.data.boundary_cache import FedRows
-from seqpart.data.items import without_labels
+from seqpart.data.items import with_zeros, without_labels
+from seqpart.data.loaders import for_data
 from seqpart.data.padding import Padding
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, form_of_labels, form_of_rows, write_rows
 from seqpart.data.step_losses import StepLosses
 from seqpart.data.test_sets import are_named
 from seqpart.device.device import Device
+from seqpart.device.limit import translate_oom
+from seqpart.device.ranks import refuse_ranks
 from seqpart.device.sampler import Proof
 from seqpart.errors import DataError, ModelError, OptionError
-from seqpart.fields import flag_of
-from seqpart.intake import batch_rows, kept_rows
+from seqpart.fields import checked_value, flag_of
+from seqpart.intake import batch_rows, kept_rows, largest_batch, rows_of_a_window
 from seqpart.interrupts import Interrupts
 from seqpart.model.metrics import ComputeMetrics, Metrics, own_metrics
-from seqpart.plan.planner import ExecutionPlan
+from seqpart.plan.planner import ExecutionPlan, Planner
+from seqpart.report.reporter import Reporter, WarningsAlone
 from seqpart.runtime.observer import Observer
 from seqpart.runtime.predictions import Predictions
 from seqpart.runtime.result import Evaluation
 from seqpart.runtime.run import Run
+from seqpart.runtime.setup import Setup
 from seqpart.runtime.weight_changes import change_weights
+from seqpart.runtime.weight_store import refuse_taken_places
 from seqpart.schedule.lengths import AT_THE_END
 from seqpart.schedule.phases import Epochs, Phases
 from seqpart.schedule.steps import Position
 from seqpart.settings import Settings
+from seqpart.store.scratch import own_folder
 
 _GOES_ON = "the step is done, and the session goes on: its export(FILE) and state_dict() give what was trained"
 _OF_FIT = (
@@ -410,3 +419,55 @@ class TrainingSession:
         if self._steps is not None:
             self._steps.close()
             self._steps = None
+
+
+@contextmanager
+def open_session(
+    setup: Setup, example: object, *, learns: Mapping[str, str | Sequence[str]] | None = None, resume: str | Path | None = None
+) -> Iterator[TrainingSession]:
+    """Opens a session and closes it: see `Trainer.session`."""
+    refuse_ranks("a loop of your own", "Start one, or take `fit`.")
+    with ExitStack() as stack:
+        asked, at = setup.settings, None if resume is None else checked_value("resume", resume, Path).absolute()
+        asked = asked if at is None else replace(asked, output_dir=at if at.is_dir() else at.parent)
+        beside = asked.output_dir.parent if asked.output_dir is not None else Path("runs")
+        folder = stack.enter_context(own_folder(asked.offload_dir or beside, "session-"))
+        settings, reporter = loop_settings(asked, folder), Reporter(quiet=setup.quiet)
+        refuse_taken_places(asked.output_dir, resume, overwrite=settings.overwrite)
+        resumed = None if at is None else resume_point_of(at, settings, session=True)
+        example = setup.with_inputs(example)
+        padding = for_data(setup.padding, (with_zeros(example, setup.labelled)[0],))
+        rows = in_type_of(setup.model, largest_batch(example, settings, padding, labelled=setup.labelled))
+        if learns and asked.unfreeze is not None:
+            raise OptionError("--unfreeze: `learns` says what learns in each step of a session. Leave one of them out.")
+        reached = {} if setup.steps is None else setup.steps.reached(setup.model, rows, setup.settings.autocast)
+        turns, opening = Turns(setup.steps, learns, reached), ExitStack()
+        sampler = setup.begin(stack, reporter, opening)
+
+        def prepare(model: object, loss_chunks: int | None) -> Planner:
+            return Planner(
+                model, settings, rows, rows_of_a_window(rows), setup.device, final_loss=setup.loss,
+                optimizer=setup.optimizer, folder=folder, whole=False,
+                resumes=resumed is not None and resumed.manifest is not None, loss_chunks=loss_chunks,
+            )  # fmt: skip
+
+        with translate_oom(setup.device, "the session was planned"):
+            plan = partial(setup.plan_under_limit, sampler, Planner.planned if resumed is None else resumed.planned)
+            planner, prepared = setup.fitting(
+                stack, prepare, plan, resumed.plan if resumed is not None else None, resumed=resumed
+            )
+        reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (setup.settings.max_steps or 1)))
+        silent = stack.enter_context(closing(WarningsAlone()))
+        loop = TrainingSession(setup.device, folder, rows, asked, turns, padding, setup.with_inputs)
+        run = Run(planner, prepared, silent, sampler, stack, observer=loop.observer, resumed=resumed)
+        silent.close()  # a log of every step would grow without end
+        with run.limited(rows=False), closing(loop):
+            loop.begin(run)
+            opening.close()  # the loop draws the caller's random numbers
+            try:
+                yield loop
+            except BaseException as error:
+                loop.finish_after(error)
+                raise
+            loop.finish()
+        reporter.proof(run.proof())

@@ -82,7 +82,7 @@ def test_ranks_on_an_endless_network_take_the_seconds_of_one_and_what_an_exchang
 
 
 def test_of_a_divided_optimizer_state_a_rank_moves_its_part_and_all_wait_for_the_weights(tmp_path):
-    model, ranks = QUICK["a small vit"], patch("seqpart.trainer.ranks_of", return_value=Shared())
+    model, ranks = QUICK["a small vit"], patch("seqpart.runtime.setup.ranks_of", return_value=Shared())
     x, y = model.rows(64)
     trainer = Trainer(
         model.blocks(), method="streamed", partitions=3, mem_limit="11GB", ram_limit="4GB", optimizer="adam", batch_size=16,

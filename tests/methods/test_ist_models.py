@@ -414,7 +414,7 @@ def test_the_first_process_s_plan_has_room_for_the_subnets_of_the_others(monkeyp
     monkeypatch.setattr("seqpart.device.device.Device.keeps_heap", False)  # which several processes do not have
     plans: list[Plan] = []
     for place in ((0, 2), (0, 2), (1, 2)):  # what is first planned in a process takes more
-        monkeypatch.setattr("seqpart.trainer.ranks_of", lambda _, place=place: Rank(*place))
+        monkeypatch.setattr("seqpart.runtime.setup.ranks_of", lambda _, place=place: Rank(*place))
         options = {"method": "ist", "subnets": 3, "subnet_groups": 640, "partitions": 2, "optimizer": "adam"}
         trainer = Trainer(models.mlp(6, 4, width=2560, depth=3), mem_limit="2GB", quiet=True, **options)
         plans.append(trainer.plan(data(), reuse=plans[0] if plans else None))

@@ -40,7 +40,7 @@ class MetricSinks:
 def heard(monkeypatch):
     heard = MetricSinks()
     monkeypatch.setattr(tracking, "opened", heard.open)
-    monkeypatch.setattr("seqpart.trainer.load", lambda names: None)
+    monkeypatch.setattr("seqpart.runtime.setup.load", lambda names: None)
     return heard
 
 
