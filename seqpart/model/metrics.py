@@ -117,6 +117,8 @@ class OwnMetrics:
 
     def __init__(self, asked: ComputeMetrics) -> None:
         self._objects, self._function = _objects_of(asked), asked
+        self.without_loss = getattr(asked, "without_loss", False)
+        """True if no loss is asked for: there may be no labels that it takes."""
         self._sums: dict[str, float] = {}
         self._rows = 0
 

@@ -361,12 +361,15 @@ class Compute:
         self, step: Step, loss_fn: PartitionLoss, output: torch.Tensor, labels: torch.Tensor, name: str = ""
     ) -> LossValue:
         """Computes the loss of rows, and adds it to the metrics. name: their test set, if there are several."""
-        with self.loaded[step.partition].autocast():
-            found = loss_fn(output, labels, self.span(step)) if isinstance(loss_fn, TrueLoss) else loss_fn(output, labels)
-        value = found if isinstance(found, LossValue) else LossValue(found, len(output))
         sinks = self.hooks.sinks
+        if without := sinks.own is not None and sinks.own.without_loss:
+            found: LossValue | torch.Tensor = output.new_zeros((), dtype=torch.float32)
+        else:
+            with self.loaded[step.partition].autocast():
+                found = loss_fn(output, labels, self.span(step)) if isinstance(loss_fn, TrueLoss) else loss_fn(output, labels)
+        value = found if isinstance(found, LossValue) else LossValue(found, len(output))
         with torch.no_grad():
-            scores = loss_fn.scores(output.detach(), labels)
+            scores = None if without else loss_fn.scores(output.detach(), labels)
             whole = self.metrics if self._own_metrics is None else self._own_metrics
             for sums in (whole, sinks.of_set(name)) if name else (whole,):
                 sums.add(value.total, len(output), scores, weight=value.weight, parts=value.totals)

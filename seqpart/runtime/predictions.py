@@ -15,12 +15,22 @@ from seqpart.errors import ModelError
 class Predictions:
     """What a model returns for rows that come micro-batch by micro-batch: a metric object with update, compute and reset."""
 
+    without_loss = True
+
     def __init__(self, folder: Path) -> None:
         self._folder, self._files, self._form = folder, list[RowFile](), None
 
     def update(self, outputs: Any, labels: torch.Tensor) -> None:
         """Adds the outputs of a micro-batch, a tensor (rows, ...) or a tree of them. Raises ModelError for others."""
-        found = [leaf for leaf in leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        every = [*leaves(outputs)]
+        found = [leaf for leaf in every if isinstance(leaf, torch.Tensor)]
+        others = [leaf for leaf in every if not isinstance(leaf, torch.Tensor)]
+        if self._form is not None and others != self._others:
+            raise ModelError(
+                f"predict: expected the same of all rows beside tensors; found {self._others} and {others} from the model, of "
+                "two micro-batches. Return such numbers as tensors (rows,), or leave them out."
+            )
+        self._others = others
         if odd := [tuple(one.shape) for one in found if one.shape[:1] != labels.shape[:1]]:
             raise ModelError(f"predict: expected tensors of {len(labels)} rows from the model; found one of shape {odd[0]}.")
         self._form = outputs if self._form is None else self._form
@@ -45,10 +55,13 @@ class Predictions:
     reset = close
 
 
-def of_no_loss(outputs: Any) -> Any:
+def of_no_loss(outputs: Any) -> torch.Tensor:
     """A loss of 0, whatever the model returns."""
-    found = [leaf for leaf in leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    return sum(leaf.flatten()[:0].sum() for leaf in found)
+    found = [leaf for leaf in leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    if not found:
+        raise ModelError("predict: expected tensors of the rows from the model; found none.")
+    of_numbers = [leaf.flatten()[:0].abs().sum() for leaf in found if leaf.is_floating_point() or leaf.is_complex()]
+    return sum(of_numbers[1:], of_numbers[0]) if of_numbers else found[0].new_zeros((), dtype=torch.float32, requires_grad=True)
 
 
 class RowFile:

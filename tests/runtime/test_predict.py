@@ -120,3 +120,41 @@ def test_a_session_predicts_with_the_weights_of_its_last_step(tmp_path):
             assert torch.equal(session.predict(X[:8]), plain(X[:8]).detach())
         assert torch.equal(session.predict((X[:8], Y[:8])), session.predict(X[:8]))
         assert session.predict(X).shape == (23, 4)
+
+
+def test_a_session_predicts_whatever_its_loss_thinks_of_labels_that_there_are_not(tmp_path):
+    """Rows had the example's first label, and the prediction ended where the loss of that was not finite."""
+    model, labels = nn.Linear(8, 4), torch.where(torch.arange(8) == 0, -100, Y[:8])
+
+    def loss(output, labels):
+        return nn.functional.cross_entropy(output, labels, reduction="sum"), (labels >= 0).sum()
+
+    one = Trainer(model, lambda *both: loss(*both), mem_limit="2GB", method="full", batch_size=8, quiet=True)
+    with one.session((X[:8], labels)) as session:
+        assert torch.equal(session.predict(X), model(X).detach())
+        model_of_logs = session.predict(torch.full((8, 8), torch.inf))
+    assert not model_of_logs.isfinite().all()
+
+
+class Made(nn.Module):
+    """Returns what `make` makes of its scores."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layer, self.make = nn.Linear(8, 4), make
+
+    def forward(self, x):
+        return self.make(self.layer(x))
+
+
+@pytest.mark.parametrize("make", [lambda y: y.argmax(1), lambda y: y.topk(2).indices, torch.fft.rfft, lambda y: y > 0])
+def test_whole_numbers_and_complex_ones_are_predicted_too(make, tmp_path):
+    """They were refused in the words of a loss that nobody had given."""
+    model = Made(make)
+    assert torch.equal(trainer(model, tmp_path, method="full", partitions=1).predict(X[:8]), model(X[:8]).detach())
+
+
+def test_a_number_that_follows_the_rows_of_a_micro_batch_is_refused(tmp_path):
+    """It was that of the first micro-batch."""
+    with pytest.raises(ModelError, match=r"the same of all rows beside tensors; found \[8\] and \[7\]"):
+        trainer(Made(lambda y: {"y": y, "rows": len(y)}), tmp_path, method="full", partitions=1).predict(X)
