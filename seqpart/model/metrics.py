@@ -202,6 +202,10 @@ class MetricSinks:
         """True for a pass over test rows that reaches the network's end."""
         return phase.kind is PhaseKind.TEST and not phase.hands_on(self.partitions)
 
+    def without_loss(self, phase: Phase) -> bool:
+        """True for a pass whose outputs alone are asked for."""
+        return self.own is not None and self.own.without_loss and self._is_test(phase)
+
     def begin(self, phase: Phase, sums: Metrics, device: torch.device) -> None:
         sums.beside = self.update if phase.kind is PhaseKind.TRAIN else None
         self._of_sets, self._own_of_sets, self._set = {}, {}, ""

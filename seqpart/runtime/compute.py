@@ -362,7 +362,7 @@ class Compute:
     ) -> LossValue:
         """Computes the loss of rows, and adds it to the metrics. name: their test set, if there are several."""
         sinks = self.hooks.sinks
-        if without := sinks.own is not None and sinks.own.without_loss:
+        if without := sinks.without_loss(self.phases[step.phase]):
             found: LossValue | torch.Tensor = output.new_zeros((), dtype=torch.float32)
         else:
             with self.loaded[step.partition].autocast():

@@ -43,7 +43,7 @@ class Predictions:
         return {}
 
     def tree(self) -> Any:
-        """Returns the outputs of all rows as the model returns them, mapped from their files; writes to them stay in memory."""
+        """Returns the outputs of all rows as the model returns them, mapped from their files, which last as long."""
         arrays = iter([torch.from_numpy(file.array()) for file in self._files])
         return mapped(self._form, lambda leaf: next(arrays) if isinstance(leaf, torch.Tensor) else leaf)
 
@@ -83,7 +83,8 @@ class RowFile:
     def array(self) -> np.ndarray[Any, Any]:
         self._file.flush()
         shape = (self._rows, *self._shape)
-        return np.memmap(self._file, self._dtype, "c", shape=shape) if math.prod(shape) else np.zeros(shape, self._dtype)
+        # A shared mapping: a private one counts against the limit that a session is under, though it is a file.
+        return np.memmap(self._file, self._dtype, "r+", shape=shape) if math.prod(shape) else np.zeros(shape, self._dtype)
 
     def close(self) -> None:
         self._file.close()
