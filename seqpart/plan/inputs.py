@@ -165,7 +165,8 @@ class Inputs:
             self._final_loss, (train, test), batch=self.full_batch, epochs=longest,
             key=(settings.seed, "order") if settings.shuffles else None,
         )  # fmt: skip
-        self.counted_at, self._measured_loss = cache(self._measure), cache(self._measure_loss)
+        self.counted_at = cache(self._measure if trains else self._measure_to_evaluate)
+        self._measured_loss = cache(self._measure_loss)
         self.trials = Trials(self.chain, self.counted_at, device, settings.autocast)
         if settings.compile:
             self._let_compile()
@@ -316,6 +317,15 @@ class Inputs:
             gc.collect()
             self.device.release_cached()
         return costs
+
+    def _measure_to_evaluate(self, micro_batch: int) -> tuple[BlockCost, ...]:
+        """Measures one row as two where a block, such as BatchNorm, takes no single one in training."""
+        try:
+            return self._measure(micro_batch)
+        except ModelError:
+            if micro_batch > 1:
+                raise
+            return self._measure(2)
 
     def _found_reduction(self) -> Reduction:
         """Finds how the losses of micro-batches add up. Raises OptionError for a loss whose batches cannot be divided."""

@@ -101,6 +101,9 @@ def _options(optimizer: torch.optim.Optimizer) -> str:
     return repr([{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups])
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
 class PlanAnew(Interrupted):
     """Raised after the run was saved, to go on with a plan that has room for more trainable parameters."""
 
@@ -130,8 +133,6 @@ class Pauses:
         self._in_parts = isinstance(chain, JointChain)
         self._wholes: Mapping[str, str] = chain.wholes if isinstance(chain, Chain) else {}
         """{name of a tile: the parameter of the model that it is a part of}."""
-        self._fixed = self._left = held_in(chain.reads if isinstance(chain, Chain) else ())
-        """What is in attributes that code between layers reads, as layers have set it, and as the user's code left it."""
         self._left_out = set[str]()
         """Names of parameters that do not learn because the loss of the step has no gradient for them."""
         self.unplanned: list[str] = []
@@ -141,7 +142,10 @@ class Pauses:
         self._blocks = [(block, cost) for block, cost in zip(chain, costs, strict=True) if block.alive is not None]
         alive = [block.alive for block, _ in self._blocks if block.alive is not None]
         modules = [module for one in alive for module in one.modules()]
-        every = [*modules_of(model)]
+        every, reads = [*modules_of(model)], chain.reads if isinstance(chain, Chain) else frozenset()
+        between = [one for one in every if one not in {*modules}]
+        self._fixed = self._left = held_in([*reads, *((one, name) for one in between for name in _HOOKS)])
+        """What is in attributes that code between layers reads, as layers have set it, and as the user's code left it."""
         self._held: list[Mapping[str, Any]] = [held for one in every for held in (one._parameters, one._buffers, one._modules)]
         """The parameters, the buffers, or the modules in each module by name."""
         self._rows = {id(one._modules) for one in every if isinstance(one, nn.Sequential | nn.ModuleList | nn.ModuleDict)}
@@ -250,6 +254,11 @@ class Pauses:
         for an evaluation, which has a mode of its own."""
         if changed := [key for key, value in self._fixed.items() if self._left[key] != value]:
             module, name = changed[0]
+            if name in _HOOKS:
+                raise ModelError(
+                    f"a hook of {type(module).__name__} was added or removed during a run. Its forward runs once, when the "
+                    "model is cut into blocks. Register it on a layer, or before the run; or end a session, and begin another."
+                )
             raise ModelError(
                 f"{name} of {type(module).__name__} was changed during a run. Code between layers reads it, and runs once, "
                 "when the model is cut into blocks. Read it inside a layer (a module of its own that gets the tensor), or keep "

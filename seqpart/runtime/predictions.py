@@ -74,6 +74,12 @@ class RowFile:
         self._dtype: np.dtype[Any] = np.dtype(np.float32)
 
     def add(self, tensor: torch.Tensor) -> None:
+        """Adds rows. Raises ModelError for rows of another shape than those before."""
+        if self._rows and tensor.shape[1:] != self._shape:
+            raise ModelError(
+                f"predict: expected rows of one shape from the model; found {self._shape} and {tuple(tensor.shape[1:])}, of "
+                "two micro-batches. Pad what it returns to one length, or predict such rows apart."
+            )
         tensor = tensor.detach()
         plain = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
         self._shape, self._dtype = plain.shape[1:], plain.dtype

@@ -516,6 +516,22 @@ def test_an_attribute_that_code_between_layers_reads_is_refused_where_it_is_chan
         trained(Annealed(), method, way, ATTRIBUTES[name], tmp_path)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("register", [nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook])
+def test_a_hook_on_a_module_that_was_taken_apart_is_refused_during_a_run(register, way, tmp_path):
+    """It was never called. On a layer it is, from the next update on."""
+    with pytest.raises(ModelError, match="a hook of Annealed was added or removed during a run"):
+        trained(Annealed(), "full", way, lambda model, update: register(model, lambda *given: None), tmp_path / "whole")
+    called = list[int]()
+
+    def touch(model, update):
+        handle = register(model.a, lambda *given: called.append(update))
+        model.note = handle
+
+    trained(Annealed(), "full", way, touch, tmp_path / "layer")
+    assert called
+
+
 def test_it_may_be_put_back_and_is_refused_before_an_evaluation_and_in_a_loss_of_the_model_too():
     model = Annealed()
     made = Trainer(model, "model", mem_limit="2GB", method="full", batch_size=8, quiet=True)

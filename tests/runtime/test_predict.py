@@ -169,3 +169,30 @@ def test_a_number_that_follows_the_rows_of_a_micro_batch_is_refused(tmp_path):
     """It was that of the first micro-batch."""
     with pytest.raises(ModelError, match=r"the same of all rows beside tensors; found \[8\] and \[7\]"):
         trainer(Made(lambda y: {"y": y, "rows": len(y)}), tmp_path, method="full", partitions=1).predict(X)
+
+
+def test_outputs_of_another_shape_in_another_micro_batch_are_refused(tmp_path):
+    """A model that cuts to the longest row of its batch: the first micro-batch's bytes were read in the last one's shape."""
+
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.layer(x)[:, : int(x[0, 0])]
+
+    x = torch.ones(16, 8)
+    x[:8] = 3
+    with pytest.raises(ModelError, match=r"rows of one shape from the model; found \(3,\) and \(1,\)"):
+        trainer(Cut(), tmp_path, method="full", partitions=1).predict(x)
+
+
+def test_one_row_is_predicted_and_evaluated_where_training_would_need_two(tmp_path):
+    """BatchNorm was measured as in training."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    one, plain = trainer(model, tmp_path), copy.deepcopy(model).eval()
+    assert torch.equal(one.predict(X[:1]), plain(X[:1]).detach())
+    assert one.predict(X[:9]).shape == (9, 4)
+    expected = nn.functional.cross_entropy(plain(X[:1]), Y[:1]).item()
+    assert one.evaluate((X[:1], Y[:1])).loss == pytest.approx(expected)
