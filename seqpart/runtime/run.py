@@ -16,7 +16,7 @@ from seqpart.checkpoint.resume import ResumePoint, State, data_digest, gathers
 from seqpart.data.reader import ReaderThread
 from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
 from seqpart.device.sampler import MEMORY, Proof, Sampler
-from seqpart.errors import Diverged, Interrupted, LimitExceeded, OutOfMemory, StoreError, resuming
+from seqpart.errors import Diverged, DoesNotFit, Interrupted, LimitExceeded, OutOfMemory, StoreError, resuming
 from seqpart.interrupts import Interrupts
 from seqpart.methods.ist.moving import Parting
 from seqpart.methods.ist.parts import JointChain
@@ -97,7 +97,7 @@ class Run:
         self.pauses = Pauses(
             prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_own, planner.late, planner.model
         )
-        self.watch = Watch(self._observer, self.settings, sampler, kept, self.pauses.callback)
+        self.watch = Watch(self._observer, self.settings, sampler, kept, self._pause_for_callback)
         self.heard = self.watch.heard(len(prepared.plan.partitions), planner.test.sets)
         self.homes = WeightStore(planner, prepared, self.scratch, reporter, self._explaining_memory, stack)
         self.homes.store.watched = self._observer.watched
@@ -174,7 +174,12 @@ class Run:
                         f"memory ran out in {failure.step} on rank {self.ranks.number} of {self.ranks.count}: {failure.text}. "
                         "Give a larger --mem-limit, or a smaller --micro-batch-size."
                     )
-                self._go_on_after(failure, metrics)
+                try:
+                    self._go_on_after(failure, metrics)
+                except (OutOfMemory, DoesNotFit) as error:
+                    self.failed_at = failure.at
+                    self._save_before(error, failure.at, metrics)
+                    raise
             if self.pauses.unplanned:
                 self.saving.save(at, metrics)
                 names = ", ".join(self.pauses.unplanned[:3]) + (" and others" if len(self.pauses.unplanned) > 3 else "")
@@ -242,11 +247,15 @@ class Run:
             self.reporter.record("export", file=str(self.exports.write(self.homes.export)), updates=self.exports.last)
             self.homes.discard_others()
         except StoreError as error:
-            if self.settings.saves and not self._divides_state:
-                with suppress(StoreError):
-                    self.saving.save(at, metrics)
-                    self.reporter.add_note(error, f"The run is saved: go on with {resuming(self.directory.root)}")
+            self._save_before(error, at, metrics)
             raise
+
+    def _save_before(self, error: Exception, at: Position, metrics: Metrics) -> None:
+        """Saves the run before `error` ends it, if it can be. Nothing is on the device."""
+        if self.settings.saves and not self._divides_state:
+            with suppress(StoreError):
+                self.saving.save(at, metrics)
+                self.reporter.add_note(error, f"The run is saved: go on with {resuming(self.directory.root)}")
 
     def _run_steps(self, stage: Stage, start: Position, metrics: Metrics) -> Ended:
         with ExitStack() as stack:
@@ -374,6 +383,12 @@ class Run:
         else:
             halved = replanning.planned_halved(self.planner, self.prepared, failure)
             self._go_on(failure, halved, f" with micro-batch {halved.request.micro_batch} instead of {failure.micro_batch}")
+
+    @contextmanager
+    def _pause_for_callback(self) -> Iterator[None]:
+        """A context for a callback. Memory that runs out there ends the run: a smaller plan would not call it again."""
+        with self.pauses.callback(), translate_oom(self.device, "a callback ran"):
+            yield
 
     def _go_back(self, at: Position) -> None:
         over = counted(self.prepared.phases[: at.phase])

@@ -400,3 +400,61 @@ def test_memory_that_runs_out_before_the_loop_is_said_in_words(tmp_path):
     with pytest.raises(OutOfMemory, match=r"ran out while the blocks were built, inside the limit of 2\.00 GB.*mem_limit"):
         Trainer([greedy], mem_limit="2GB", method="sil", device="cpu", output_dir=tmp_path / "out", quiet=True).fit(data, data)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+class Greedy:
+    """A metric, and a callback, that fails at the end of a test."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def update(self, outputs, labels):
+        pass
+
+    def reset(self):
+        pass
+
+    def compute(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("options", [{}, {"test_every": 1}], ids=["after all training", "between epochs"])
+@pytest.mark.parametrize(("kind", "text"), [(ValueError, "no F1 of one class"), (RuntimeError, REFUSAL)])
+def test_an_error_of_a_metric_costs_nothing_that_was_trained(kind, text, options, tmp_path):
+    """It came after the test's last step, and what nobody had saved was lost; memory that ran out there was an IndexError."""
+    options = {"mem_limit": "2GB", "method": "streamed", "epochs": 2, "batch_size": 32, **options}
+    made = Trainer(network(), quiet=True, output_dir=tmp_path / "run", **options)
+    with pytest.raises((ValueError, OutOfMemory)) as caught:
+        made.fit(data(), data(12, 1), compute_metrics=Greedy(kind(text)))
+    notes = " ".join(caught.value.__notes__)
+    assert "The run is saved" in notes and ("its weights are in" in notes) == ("test_every" not in options)
+    resumed = Trainer(network(), quiet=True, output_dir=tmp_path / "run", **options).fit(
+        data(), data(12, 1), resume=tmp_path / "run"
+    )
+    plain = Trainer(network(), quiet=True, output_dir=tmp_path / "plain", **options).fit(data(), data(12, 1))
+    if kind is ValueError or "test_every" not in options:  # else it goes on with the smaller micro-batch
+        assert resumed.weights.read_bytes() == plain.weights.read_bytes()
+
+
+def test_memory_that_runs_out_in_a_callback_ends_the_run_which_is_saved(tmp_path):
+    """The loop went on with a smaller plan, and the callback was not called for that update again."""
+
+    class Callback:
+        def on_step(self, event):
+            raise RuntimeError(REFUSAL)
+
+    with pytest.raises(OutOfMemory, match="memory ran out while a callback ran") as caught:
+        Trainer(network(), mem_limit="2GB", method="full", epochs=2, batch_size=32, quiet=True, output_dir=tmp_path).fit(
+            data(), callbacks=[Callback()]
+        )
+    assert "The run is saved as it stood there" in " ".join(caught.value.__notes__)
+
+
+def test_memory_that_runs_out_at_micro_batch_one_costs_no_finished_update(tmp_path):
+    """What nobody had saved was lost."""
+    options = {"method": "streamed", "partitions": 3, "epochs": 1}
+    picky = Picky(RuntimeError(REFUSAL), call=4)
+    with pytest.raises(OutOfMemory, match=r"micro-batch 1") as caught:
+        fit(tmp_path, network(picky), **options)
+    assert "The run is saved" in " ".join(caught.value.__notes__)
+    assert json.loads((tmp_path / "run" / "checkpoint.json").read_text())
