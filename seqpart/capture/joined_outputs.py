@@ -233,6 +233,13 @@ class LossOfOutputs:
         """Returns what the model returned, from the joined tensor (rows, width); unchanged if it never was joined."""
         return self._by_width[output.shape[1]].taken_from(output) if isinstance(output, torch.Tensor) else output
 
+    def row_dims(self, output: torch.Tensor) -> list[int | None]:
+        """Returns the dimension of the rows of each tensor that `returned` returns, in order; None where it has none."""
+        returned = self._by_width[output.shape[1]]
+        numbers = [leaf.number for leaf in leaves(opened(returned.tree)) if isinstance(leaf, Ref)]
+        parts = [returned.parts[number] if number < len(returned.parts) else None for number in numbers]
+        return [part.dim if part is not None and part.times else None for part in parts if part is None or not part.left_out]
+
     def scores(self, output: torch.Tensor, labels: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns scores and labels for the accuracy: those of the loss, or of the logits or first tensor, rows first."""
         if callable(own := getattr(self._loss, "scores", None)):

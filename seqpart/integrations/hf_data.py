@@ -256,17 +256,18 @@ class Predictions(predictions.Predictions):
         first: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None, folder: Path, wanted: str = "loss",
     ) -> None:  # fmt: skip
         super().__init__(folder)
+        self.without_loss = False
         self._compute_metrics, self._first, self._wanted = compute_metrics, first, wanted
         self.names = set[str]()
         """The names of all metrics that were found."""
 
-    def update(self, outputs: Any, labels: torch.Tensor) -> None:
+    def update(self, outputs: Any, labels: torch.Tensor, dims: object = ()) -> None:
         """Adds the logits (rows, ...) of outputs, and labels (rows, ...), of one micro-batch."""
         outputs = logits_of(outputs)
         super().update((outputs if self._first is None else self._first(outputs, labels), labels), labels)
 
     def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Returns (predictions, labels), mapped from their files; writes to them stay in memory."""
+        """Returns (predictions, labels), mapped from their files."""
         found, labels = self.tree()
         return found.numpy(), labels.numpy()
 

@@ -213,6 +213,11 @@ class TrueLoss:
             return own.returned(output)
         return own.scored(output) if hasattr(own, "scored") else output
 
+    def row_dims(self, output: torch.Tensor) -> list[int | None]:
+        """Returns the dimension of the rows of each tensor that `returned` returns, in order; None where it has none."""
+        own: Any = self._function
+        return own.row_dims(output) if self.takes_all else [0]
+
     def scores(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         if (scores := getattr(self._function, "scores", None)) is not None:
             found: tuple[torch.Tensor, torch.Tensor] | None = scores(output, labels)

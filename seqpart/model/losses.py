@@ -247,15 +247,15 @@ OF_NUMBERS: tuple[LossFunction, ...] = (regression, multi_label)
 
 
 def scores_of(output: torch.Tensor, labels: torch.Tensor, *, first: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns (scores (n, classes, ...), labels (n, ...)); None where the output has no scores for the labels.
+    """Returns (scores (n, classes, ...), labels (n, ...)); None where the output has no scores of several classes.
 
     first: True for torch's own loss, which has classes in dimension 1 even where the last may be meant.
     """
-    if labels.is_floating_point() or output.ndim < 2:
+    if labels.is_floating_point() or output.dtype == torch.bool or output.ndim < 2:
         return None
     if output.shape[:-1] == labels.shape and not (first and output.ndim > 2):
-        return output.flatten(0, -2), labels.flatten()
-    return (output, labels) if output.shape[:1] + output.shape[2:] == labels.shape else None
+        return (output.flatten(0, -2), labels.flatten()) if output.shape[-1] > 1 else None
+    return (output, labels) if output.shape[:1] + output.shape[2:] == labels.shape and output.shape[1] > 1 else None
 
 
 class SeparableLinear(nn.Module):

@@ -124,23 +124,30 @@ class OwnMetrics:
 
     def begin(self, device: torch.device) -> None:
         """Begins a pass: resets objects, and moves those that can be moved to the device of the outputs."""
-        self._sums, self._rows = {}, 0
         for metric in self._objects.values():
             if callable(move := getattr(metric, "to", None)):
                 move(device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets a pass, and what objects keep of it."""
+        self._sums, self._rows = {}, 0
+        for metric in self._objects.values():
             metric.reset()
 
-    def add(self, outputs: Any, labels: torch.Tensor) -> None:
-        """Adds a micro-batch: what the network returned, labels (rows, ...)."""
-        if self._objects:
+    def add(self, outputs: Any, labels: torch.Tensor, dims: Sequence[int | None]) -> None:
+        """Adds a micro-batch: what the network returned, labels (rows, ...). dims: the rows' in its tensors."""
+        if self.without_loss:
+            self._objects[type(self._function).__name__].update(outputs, labels, dims)
+        elif self._objects:
             for metric in self._objects.values():
                 metric.update(outputs, labels)
-            return
-        self._rows += len(labels)
-        for name, value in _values("", self._function(outputs, labels)).items():
-            if isinstance(value, list):
-                raise OptionError(f"compute_metrics: expected {name} to be a number; found {len(value)} of them.")
-            self._sums[name] = self._sums.get(name, 0.0) + value * len(labels)
+        else:
+            self._rows += len(labels)
+            for name, value in _values("", self._function(outputs, labels)).items():
+                if isinstance(value, list):
+                    raise OptionError(f"compute_metrics: expected {name} to be a number; found {len(value)} of them.")
+                self._sums[name] = self._sums.get(name, 0.0) + value * len(labels)
 
     def values(self) -> dict[str, MetricValue]:
         """Values of the metrics over the pass, by name."""
@@ -228,16 +235,18 @@ class MetricSinks:
         return self._of_sets.setdefault(name, Metrics())
 
     def collect(
-        self, phase: Phase, outputs: torch.Tensor, labels: torch.Tensor, returned: Callable[[torch.Tensor], Any], name: str = ""
-    ) -> None:
-        """Adds rows to the user's metrics. returned: makes of the outputs what the model returned. name: their test set."""
+        self, phase: Phase, outputs: torch.Tensor, labels: torch.Tensor, returned: Callable[[torch.Tensor], Any],
+        dims: Sequence[int | None], name: str = "",
+    ) -> None:  # fmt: skip
+        """Adds rows to the user's metrics. returned: makes of the outputs what the model returned. dims: see `OwnMetrics.add`.
+        name: their test set."""
         if self.own is None or not self._is_test(phase):
             return
         if name != self._set:
             self._end_set()
             self._set = name
             self.own.begin(outputs.device)
-        self.own.add(returned(outputs.detach()), labels)
+        self.own.add(returned(outputs.detach()), labels, dims)
 
     def _end_set(self) -> None:
         if self._set and self.own is not None:

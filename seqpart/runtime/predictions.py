@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,43 @@ class Predictions:
     without_loss = True
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._files, self._form = folder, list[RowFile](), None
+        self._folder, self._files = folder, list[RowFile | torch.Tensor]()
+        self.close()
 
-    def update(self, outputs: Any, labels: torch.Tensor) -> None:
-        """Adds the outputs of a micro-batch, a tensor (rows, ...) or a tree of them. Raises ModelError for others."""
+    def close(self) -> None:
+        """Forgets all rows, and closes their files; mapped tensors remain valid."""
+        for file in self._files:
+            if isinstance(file, RowFile):
+                file.close()
+        self._files, self._form, self._others = [], None, list[Any]()
+
+    reset = close
+
+    def update(self, outputs: Any, labels: torch.Tensor, dims: Sequence[int | None] = ()) -> None:
+        """Adds the outputs of a micro-batch, a tensor or a tree of them. dims: the rows' in each; None where it has none; all 0
+        if left out. Raises ModelError for what differs from micro-batch to micro-batch and is no rows."""
         every = [*leaves(outputs)]
         found = [leaf for leaf in every if isinstance(leaf, torch.Tensor)]
         others = [leaf for leaf in every if not isinstance(leaf, torch.Tensor)]
-        if self._form is not None and others != self._others:
-            raise ModelError(
-                f"predict: expected the same of all rows beside tensors; found {self._others} and {others} from the model, of "
-                "two micro-batches. Return such numbers as tensors (rows,), or leave them out."
-            )
-        self._others = others
-        if odd := [tuple(one.shape) for one in found if one.shape[:1] != labels.shape[:1]]:
-            raise ModelError(f"predict: expected tensors of {len(labels)} rows from the model; found one of shape {odd[0]}.")
-        self._form = outputs if self._form is None else self._form
-        self._files = self._files or [RowFile(self._folder) for _ in found]
+        dims = dims or [0] * len(found)
+        if self._form is None:
+            self._form, self._others = outputs, others
+            self._files = [
+                leaf.detach().cpu().clone() if dim is None else RowFile(self._folder, dim)
+                for leaf, dim in zip(found, dims, strict=True)
+            ]
+        same = others == self._others
         for file, tensor in zip(self._files, found, strict=True):
-            file.add(tensor)
+            if isinstance(file, RowFile):
+                file.add(tensor)
+            else:
+                same = same and torch.equal(file, tensor.cpu())
+        if not same:
+            raise ModelError(
+                "predict: expected tensors of rows from the model, and otherwise the same for all rows; found numbers, or a "
+                f"tensor without rows, that differ between micro-batches{f', {others}' if others else ''}. Return numbers "
+                "of rows as tensors (rows,), or leave them out."
+            )
 
     def compute(self) -> dict[str, Any]:
         """There are no figures."""
@@ -44,15 +63,8 @@ class Predictions:
 
     def tree(self) -> Any:
         """Returns the outputs of all rows as the model returns them, mapped from their files, which last as long."""
-        arrays = iter([torch.from_numpy(file.array()) for file in self._files])
-        return mapped(self._form, lambda leaf: next(arrays) if isinstance(leaf, torch.Tensor) else leaf)
-
-    def close(self) -> None:
-        """Closes the files; mapped tensors remain valid."""
-        while self._files:
-            self._files.pop().close()
-
-    reset = close
+        tensors = iter([file.tensor() if isinstance(file, RowFile) else file for file in self._files])
+        return mapped(self._form, lambda leaf: next(tensors) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def of_no_loss(outputs: Any) -> torch.Tensor:
@@ -65,32 +77,34 @@ def of_no_loss(outputs: Any) -> torch.Tensor:
 
 
 class RowFile:
-    """Tensors that differ only in their number of rows, appended to an unnamed file."""
+    """Tensors that differ only in their number of rows, appended to an unnamed file. dim: the rows'."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed by close)
+    def __init__(self, folder: Path, dim: int) -> None:
+        self._file, self._dim = tempfile.TemporaryFile(dir=folder), dim  # noqa: SIM115 (closed by close)
         self._rows = 0
         self._shape: tuple[int, ...] = ()
         self._dtype: np.dtype[Any] = np.dtype(np.float32)
 
     def add(self, tensor: torch.Tensor) -> None:
         """Adds rows. Raises ModelError for rows of another shape than those before."""
+        tensor = tensor.detach().movedim(self._dim, 0)
         if self._rows and tensor.shape[1:] != self._shape:
             raise ModelError(
                 f"predict: expected rows of one shape from the model; found {self._shape} and {tuple(tensor.shape[1:])}, of "
                 "two micro-batches. Pad what it returns to one length, or predict such rows apart."
             )
-        tensor = tensor.detach()
         plain = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
         self._shape, self._dtype = plain.shape[1:], plain.dtype
         self._rows += len(plain)
         self._file.write(np.ascontiguousarray(plain).tobytes())
 
-    def array(self) -> np.ndarray[Any, Any]:
+    def tensor(self) -> torch.Tensor:
+        """Returns all rows, mapped."""
         self._file.flush()
         shape = (self._rows, *self._shape)
         # A shared mapping: a private one counts against the limit that a session is under, though it is a file.
-        return np.memmap(self._file, self._dtype, "r+", shape=shape) if math.prod(shape) else np.zeros(shape, self._dtype)
+        found = np.memmap(self._file, self._dtype, "r+", shape=shape) if math.prod(shape) else np.zeros(shape, self._dtype)
+        return torch.from_numpy(found).movedim(0, self._dim)
 
     def close(self) -> None:
         self._file.close()

@@ -16,6 +16,7 @@ from seqpart.checkpoint.resume import ResumePoint, State, data_digest, gathers
 from seqpart.data.reader import ReaderThread
 from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
 from seqpart.device.sampler import MEMORY, Proof, Sampler
+from seqpart.device.usage import read_process
 from seqpart.errors import Diverged, DoesNotFit, Interrupted, LimitExceeded, OutOfMemory, StoreError, resuming
 from seqpart.interrupts import Interrupts
 from seqpart.methods.ist.moving import Parting
@@ -74,7 +75,7 @@ class Run:
         self._partitions: list[Partition] = []
         self.failed_at: Position | None = None
         """Position at which an error ended the steps; every home is as it should be there."""
-        self._stopped, self._granted_at = False, 0.0
+        self._stopped, self._has_failed, self._granted_at = False, False, 0.0
         self._grant: Grant = lambda *, at_rest=False, untouched=0: False
         self._turns: list[tuple[int, PhaseDone | float]] = []
         """(partition, its pass, or the loss of one that was ended) since GATHER, which gives them to the other ranks."""
@@ -364,6 +365,8 @@ class Run:
 
     def _go_on_after(self, failure: Failure, metrics: Metrics) -> None:
         self.sampler.known = max(self.sampler.known, self.prepared.plan.peak)  # the plan that is about to be replaced
+        if self.heard.own is not None:
+            self.heard.own.reset()  # a test begins again, and what was kept of its rows would be missing from the next plan
         self._go_back(failure.at)
         self.saving.obey(failure.at, metrics)
         self._observer.failed(failure)
@@ -373,8 +376,10 @@ class Run:
         request = replace(request, spare=request.spare + grown) if grown > RUNTIME_VARIES else request
         if self._grant() and (planned := replanning.planned_or_none(self.planner, self.prepared, request)) is not None:
             self._go_on(failure, planned, " again, as memory was reserved for generated code")
-        elif failure.keeps_heap:  # the heap had more gaps than the plan had room for
-            self._grant(at_rest=True)  # what remains of the heap is charged to the limit, and not used
+            return
+        self._grant(at_rest=True)  # what remains of the heap is charged to the limit, and not used
+        self._has_failed = self.device.shares_memory
+        if failure.keeps_heap:  # the heap had more gaps than the plan had room for
             planned = replanning.planned_anew(self.planner, self.prepared, replace(request, may_keep_heap=False))
             self._go_on(failure, planned, "; from now on freed memory leaves the process at once")
         elif (smaller := replanning.planned_smaller(self.planner, self.prepared, request)) is not None:
@@ -450,12 +455,15 @@ class Run:
 
     def _guard(self) -> None:
         """Runs between two steps: raises LimitExceeded if the sampler has seen more than the limit, makes room for generated
-        code, and handles a signal if the run saves no checkpoints."""
+        code, and handles a signal if the run saves no checkpoints. Raises MemoryError just below the limit once an allocation
+        has failed: the C library then serves others from what it has reserved already, which the kernel does not refuse."""
         if not self.settings.saves:
             self.interrupts.check()  # which several ranks do where they agree
         if time.monotonic() > self._granted_at + _GRANT_SECONDS:
             self._granted_at = time.monotonic()
             self._grant()
+        if self._has_failed and read_process().held > self.prepared.plan.limit - RUNTIME_VARIES:
+            raise MemoryError("what the C library had reserved before is used up")
         if self.sampler.violations:
             raise LimitExceeded(
                 f"the limit of {format_size(self.sampler.limit)} was passed: {format_size(self.sampler.peak)} by "

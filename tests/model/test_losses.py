@@ -116,7 +116,7 @@ def test_labels_that_cross_entropy_cannot_take_are_told_before_training(loss, la
     refuse_unlike(loss, (5,), 0, torch.rand(8, 5))
 
 
-@given(sizes, st.lists(sizes, max_size=2), sizes)
+@given(sizes, st.lists(sizes, max_size=2), st.integers(2, 6))
 def test_every_label_has_its_row_of_scores(rows, positions, classes):
     output, labels = outputs_and_labels(rows, positions, classes)
     scores, flat = scores_of(output, labels)

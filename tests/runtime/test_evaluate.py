@@ -158,3 +158,13 @@ def test_a_result_gives_its_weights_and_says_where_they_are_gone(tmp_path):
         result.state_dict()
     with pytest.raises(StoreError):
         run.evaluate(ROWS)
+
+
+@pytest.mark.parametrize("shape", [(), (3, 3)])
+def test_one_score_of_yes_or_no_has_no_accuracy(shape, tmp_path):
+    """With whole labels (rows,) it was the share of the rows that are labelled 0, and decided which weights were the best."""
+    model = nn.Linear(4, 1) if not shape else nn.Conv2d(4, 1, 1)
+    x, y = torch.randn(16, 4, *shape), torch.randint(2, (16, *shape))
+    assert (
+        Trainer(model, "bce", mem_limit="2GB", method="full", quiet=True, output_dir=tmp_path).evaluate((x, y)).accuracy is None
+    )

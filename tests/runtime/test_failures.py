@@ -458,3 +458,32 @@ def test_memory_that_runs_out_at_micro_batch_one_costs_no_finished_update(tmp_pa
         fit(tmp_path, network(picky), **options)
     assert "The run is saved" in " ".join(caught.value.__notes__)
     assert json.loads((tmp_path / "run" / "checkpoint.json").read_text())
+
+
+class Keeping:
+    """Keeps all outputs, as torchmetrics' curves do."""
+
+    def __init__(self):
+        self.kept = []
+
+    def reset(self):
+        self.kept = []
+
+    def update(self, outputs, labels):
+        self.kept.append(outputs.clone())
+
+    def compute(self):
+        return {"mean": torch.cat(self.kept).mean()}
+
+
+@pytest.mark.slow
+@pytest.mark.own_process
+def test_a_metric_that_keeps_all_outputs_does_not_pass_the_limit(tmp_path):
+    """After an allocation had failed, the C library served others from holes of its heaps, and the run passed by 3 MB."""
+    x, y = torch.randn(8192, 64), torch.arange(8192) % 512
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8192))
+    options = {"mem_limit": "450MB", "method": "streamed", "batch_size": 64, "epochs": 1}
+    made = Trainer(model, quiet=True, output_dir=tmp_path, **options)
+    with pytest.raises(OutOfMemory, match="memory ran out in") as caught:
+        made.fit((x[:512], y[:512]), (x, y), compute_metrics=Keeping())
+    assert "its weights are in" in " ".join(caught.value.__notes__)

@@ -87,17 +87,36 @@ def test_predictions_of_a_session_larger_than_its_limit_are_kept_while_it_trains
         assert found.nbytes > 390e6 and not torch.equal(session.predict(x[:16]), found[:16])
 
 
-def test_a_tensor_that_is_no_rows_is_refused(tmp_path):
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.scale = nn.Linear(8, 4), nn.Parameter(torch.ones(3))
+class Recurrent(nn.Module):
+    """Returns scores, states (layers, rows, ...), a weight, and the mean of a batch."""
 
-        def forward(self, x):
-            return self.layer(x), self.scale
+    def __init__(self, mean=False):
+        super().__init__()
+        self.gru, self.scores, self.mean = nn.GRU(4, 5, num_layers=2, batch_first=True), nn.Linear(5, 3), mean
 
-    with pytest.raises(ModelError, match=r"predict: expected tensors of 8 rows from the model; found one of shape \(3,\)"):
-        trainer(Odd(), tmp_path, lambda output: output[0].sum(), method="full", partitions=1).predict(X)
+    def forward(self, x):
+        found, states = self.gru(x.view(-1, 2, 4))
+        scores = self.scores(found[:, -1])
+        return {
+            "scores": scores,
+            "states": states,
+            "weight": self.scores.weight,
+            **({"mean": scores.mean()} if self.mean else {}),
+        }
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 3, 8])
+def test_rows_in_another_dimension_and_tensors_without_rows_are_as_the_model_returns_them(micro_batch_size, tmp_path):
+    """States (2, rows, 5) of micro-batches of two rows were joined along the layers."""
+    model = Recurrent()
+    found = trainer(model, tmp_path, method="streamed", partitions=2, micro_batch_size=micro_batch_size).predict(X[:8])
+    for name, tensor in model(X[:8]).items():
+        torch.testing.assert_close(found[name], tensor.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_number_of_each_micro_batch_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="found numbers, or a tensor without rows, that differ between micro-batches"):
+        trainer(Recurrent(mean=True), tmp_path, method="full", partitions=1).predict(X)
 
 
 def test_several_sets_are_predicted_by_name_and_labels_are_left_out(tmp_path):
@@ -167,7 +186,7 @@ def test_whole_numbers_and_complex_ones_are_predicted_too(make, tmp_path):
 
 def test_a_number_that_follows_the_rows_of_a_micro_batch_is_refused(tmp_path):
     """It was that of the first micro-batch."""
-    with pytest.raises(ModelError, match=r"the same of all rows beside tensors; found \[8\] and \[7\]"):
+    with pytest.raises(ModelError, match=r"differ between micro-batches, \[7\]"):
         trainer(Made(lambda y: {"y": y, "rows": len(y)}), tmp_path, method="full", partitions=1).predict(X)
 
 
