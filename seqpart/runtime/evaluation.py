@@ -70,7 +70,7 @@ def evaluate_rows(
         def plan(planner: Planner) -> ExecutionPlan:
             return planner.planned(replace(planner.request, methods=(EVALUATION,)))
 
-        planner, prepared = setup.fitting(
+        planner, prepared = setup.plan_that_fits(
             stack, prepare, partial(setup.plan_under_limit, sampler, plan), whole_logits=metrics is not None
         )
         silent, observer = stack.enter_context(closing(WarningsAlone())), Observer(metrics=own_metrics(metrics))

@@ -94,7 +94,7 @@ def _begun(
         plan = partial(setup.plan_under_limit, sampler, Planner.planned if resumed is None else resumed.planned)
         earlier = resumed.plan if resumed is not None and ranks.leads else reuse
         with planning_shown(reporter):
-            planner, prepared = setup.fitting(
+            planner, prepared = setup.plan_that_fits(
                 stack, prepare, plan, earlier, in_pairs=setup.in_pairs, resumed=resumed,
                 whole_logits=observer.metrics is not None,
             )  # fmt: skip

@@ -453,7 +453,7 @@ def open_session(
 
         with translate_oom(setup.device, "the session was planned"):
             plan = partial(setup.plan_under_limit, sampler, Planner.planned if resumed is None else resumed.planned)
-            planner, prepared = setup.fitting(
+            planner, prepared = setup.plan_that_fits(
                 stack, prepare, plan, resumed.plan if resumed is not None else None, resumed=resumed
             )
         reporter.plan(replace(prepared.plan, seconds=prepared.plan.update_seconds * (setup.settings.max_steps or 1)))
