@@ -125,7 +125,7 @@ class Setup:
         """Returns the planner of `prepare(model=..., loss_chunks=...)`, and the plan, with the loss over chunks or large layers
         in tiles if nothing fits without.
 
-        stack: closes the planner. again, whole_logits: see `_attempts`. in_pairs: true if the model is separated into scores.
+        stack: closes the planner. again, whole_logits: see `attempts`. in_pairs: true if the model is separated into scores.
         resumed: the checkpoint, with the parameters that were frozen or trained.
         """
 
@@ -141,13 +141,13 @@ class Setup:
         model = stack.enter_context(kept_modes(stack.enter_context(plain_tensors(model, self.device.kind))))
         if in_pairs:
             model = stack.enter_context(separating(model, self.device, self.settings.seed))
-        return first_that_fits(stack, model, self._attempts(again, whole_logits=whole_logits), attempted)
+        return first_that_fits(stack, model, self.attempts(again, whole_logits=whole_logits), attempted)
 
-    def _attempts(self, again: Plan | None = None, *, whole_logits: bool = False) -> list[tuple[int, int | None]]:
+    def attempts(self, again: Plan | None = None, *, whole_logits: bool = False) -> list[tuple[int, int | None]]:
         """Returns what is to be tried in order until a plan fits: sizes of tiles, each with the chunks of the loss, 1, or None
         for the fewest that fit.
 
-        again: see `_tiles`. whole_logits: true if metrics take them. Raises OptionError if the settings contradict that.
+        again: see `tiles`. whole_logits: true if metrics take them. Raises OptionError if the settings contradict that.
         """
         asked = self.settings.chunks
         if again is not None and asked not in (None, again.loss_chunks):
@@ -160,9 +160,9 @@ class Setup:
         chunks: tuple[int | None, ...] = (1, None) if self.settings.is_exact and not whole_logits else (1,)
         if again is not None or asked is not None:
             chunks = (again.loss_chunks if again is not None else asked,)
-        return [(size, count) for size in self._tiles(again) for count in chunks]
+        return [(size, count) for size in self.tiles(again) for count in chunks]
 
-    def _tiles(self, again: Plan | None = None) -> tuple[int, ...]:
+    def tiles(self, again: Plan | None = None) -> tuple[int, ...]:
         """Returns sizes in bytes of the tiles of large layers, to be tried in order until a plan fits; 0: no tiles.
 
         again: a plan that is to be used again, with its tiles. Raises OptionError if the settings have other tiles.

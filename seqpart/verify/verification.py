@@ -125,7 +125,7 @@ def verify(
         rows, _ = asked.rows(train)
         options |= {"padding": None, "batch_size": asked.settings.batch_size, "shuffle": asked.settings.shuffle}
         stack.enter_context(as_written(model))
-        ways, model = asked.ways(reuse), stack.enter_context(plain_tensors(original(model), asked.device.kind))
+        ways, model = asked.attempts(reuse), stack.enter_context(plain_tensors(original(model), asked.device.kind))
         model = stack.enter_context(kept_modes(stack.enter_context(freezing(model, asked.settings.frozen, FakeMode()))))
         limited, trainer = first_that_fits(stack, model, ways, planned)
         _refuse_plan(limited, steps, reference, reuse)
