@@ -116,7 +116,8 @@ class OwnMetrics:
     """
 
     def __init__(self, asked: ComputeMetrics) -> None:
-        self._objects, self._function = _objects_of(asked), asked
+        self._objects = _objects_of(asked)
+        self._function: Any = asked
         self.without_loss = getattr(asked, "without_loss", False)
         """True if no loss is asked for: there may be no labels that it takes."""
         self._sums: dict[str, float] = {}
@@ -138,7 +139,7 @@ class OwnMetrics:
     def add(self, outputs: Any, labels: torch.Tensor, dims: Sequence[int | None]) -> None:
         """Adds a micro-batch: what the network returned, labels (rows, ...). dims: the rows' in its tensors."""
         if self.without_loss:
-            self._objects[type(self._function).__name__].update(outputs, labels, dims)
+            self._function.update(outputs, labels, dims)
         elif self._objects:
             for metric in self._objects.values():
                 metric.update(outputs, labels)
