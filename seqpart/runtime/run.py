@@ -16,7 +16,6 @@ from seqpart.checkpoint.resume import ResumePoint, State, data_digest, gathers
 from seqpart.data.reader import ReaderThread
 from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
 from seqpart.device.sampler import MEMORY, Proof, Sampler
-from seqpart.device.usage import read_process
 from seqpart.errors import Diverged, DoesNotFit, Interrupted, LimitExceeded, OutOfMemory, StoreError, resuming
 from seqpart.interrupts import Interrupts
 from seqpart.methods.ist.moving import Parting
@@ -462,7 +461,7 @@ class Run:
         if time.monotonic() > self._granted_at + _GRANT_SECONDS:
             self._granted_at = time.monotonic()
             self._grant()
-        if self._has_failed and read_process().held > self.prepared.plan.limit - RUNTIME_VARIES:
+        if self._has_failed and self.sampler.sample() > self.prepared.plan.limit - RUNTIME_VARIES:
             raise MemoryError("what the C library had reserved before is used up")
         if self.sampler.violations:
             raise LimitExceeded(
