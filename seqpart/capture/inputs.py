@@ -51,7 +51,7 @@ class Several(tuple[Any, ...]):
     """The inputs or the labels of a row, in order, where each may be a single number."""
 
 
-def _parameters(model: object) -> list[inspect.Parameter]:
+def forward_parameters(model: object) -> list[inspect.Parameter]:
     """The parameters of a model's forward; none of a list of blocks, or if it is not written in Python."""
     try:
         return list(inspect.signature(model.forward).parameters.values()) if isinstance(model, nn.Module) else []
@@ -61,14 +61,14 @@ def _parameters(model: object) -> list[inspect.Parameter]:
 
 def takes_a_dict(model: nn.Module, form: Form) -> bool:
     """True if inputs by name go to the forward of `model` as one dict, all that it asks for: forward(self, batch)."""
-    names, parameters = {one.name for one in form}, _parameters(model)
+    names, parameters = {one.name for one in form}, forward_parameters(model)
     by_place = [one.kind in _BY_PLACE for one in parameters if one.default is one.empty]
     return len(names) > 1 and by_place == [True] and not any(one.name in names for one in parameters)
 
 
 def takes_several(model: object) -> bool:
     """True if the forward of `model` cannot be called with one input alone."""
-    return sum(one.default is one.empty and one.kind in _BY_PLACE for one in _parameters(model)) > 1
+    return sum(one.default is one.empty and one.kind in _BY_PLACE for one in forward_parameters(model)) > 1
 
 
 def dims_of(part: object) -> int:

@@ -61,7 +61,7 @@ def _with_zero_labels(data: Any, x_of: Callable[[Any], Any]) -> Any:
         x = x_of(item)
         return Several((x,)) if dims_of(x) == 0 else x, 0
 
-    return _changed(data, changed, lambda count: np.zeros(count, np.int64))
+    return change_items(data, changed, lambda count: np.zeros(count, np.int64))
 
 
 def with_inputs(data: Any, model: object, loss: object = None) -> Any:
@@ -84,7 +84,7 @@ def with_inputs(data: Any, model: object, loss: object = None) -> Any:
     if (changed := change(item)) is item:
         return data
     targets = (lambda _: None) if isinstance(changed[1], Several) else None  # those of the data set are no labels of their own
-    return _changed(data, lambda item, _: change(item), targets)
+    return change_items(data, lambda item, _: change(item), targets)
 
 
 def _with_numbers(item: Any, *, several: bool, own_loss: bool) -> Any:
@@ -99,11 +99,11 @@ def _with_numbers(item: Any, *, several: bool, own_loss: bool) -> Any:
     return (Several(numbers) if alone else x, Several(y) if labels else y) if alone or labels else item
 
 
-def _changed(data: Any, change: Callable[[Any, int], Any], targets: Callable[[int], Any] | None = None) -> Any:
+def change_items(data: Any, change: Callable[[Any, int], Any], targets: Callable[[int], Any] | None = None) -> Any:
     """Returns a data set, a stream or a loader with each item changed. targets: makes its `targets` of their number."""
     if isinstance(data, DataLoader):
         loader = copy.copy(data)
-        object.__setattr__(loader, "dataset", _changed(data.dataset, change, targets))
+        object.__setattr__(loader, "dataset", change_items(data.dataset, change, targets))
         return loader
     if not _has_places(data):
         return ChangedStream(data, change)

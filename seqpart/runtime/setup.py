@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from seqpart.checkpoint.resume import ResumePoint
+from seqpart.data.decoder_inputs import with_decoder_inputs
 from seqpart.data.items import WithoutLabels, needs_labels, with_inputs
 from seqpart.data.padding import Padding
 from seqpart.data.row_types import in_type_of
@@ -82,7 +83,8 @@ class Setup:
             return rows, in_type_of(rows, tests)
 
     def with_inputs(self, data: object) -> object:
-        return with_inputs(data, self.model, self.loss)
+        """Returns data, or a batch, with the inputs that the model makes of numbers or of labels."""
+        return with_inputs(with_decoder_inputs(data, self.model) if self.loss == "model" else data, self.model, self.loss)
 
     @contextmanager
     def planned(
