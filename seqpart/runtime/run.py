@@ -377,6 +377,10 @@ class Run:
             self._grant(at_rest=True)  # what remains of the heap is charged to the limit, and not used
             planned = replanning.planned_anew(self.planner, self.prepared, replace(request, may_keep_heap=False))
             self._go_on(failure, planned, "; from now on freed memory leaves the process at once")
+        elif self.device.keeps_heap and self.device.heap.map_small():
+            self._grant(at_rest=True)
+            planned = replanning.planned_anew(self.planner, self.prepared, request)
+            self._go_on(failure, planned, "; from now on small tensors leave the process at once, too")
         elif (smaller := replanning.planned_smaller(self.planner, self.prepared, request)) is not None:
             spare = format_size(smaller.request.spare)
             self._go_on(failure, smaller, f" with the same micro-batch and a plan that leaves {spare} more of the limit")
