@@ -186,6 +186,7 @@ class Run:
                 self.reporter.say(f"{names} learn from now on: making a new plan")
                 raise PlanAnew(self.directory.root)
             at, metrics = self._ended_early(at, metrics)
+        self._grant(at_rest=True)  # weights come back to the model: into new memory, beside a heap with holes
 
     def _ended_early(self, at: Position, metrics: Metrics) -> tuple[Position, Metrics]:
         """Returns the position to go on from, and the metric sums there: after the training if its end was requested."""
