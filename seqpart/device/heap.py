@@ -44,6 +44,10 @@ _TRIM_THRESHOLD = 1 << 20
 RETURNED_FROM = _MMAP_THRESHOLD - 112
 """Tensors of at least this many bytes are mappings of their own: 112 bytes are the header and our alignment."""
 _MOST_MAPPINGS = 1 << 30
+_SMALL, _MOST_SMALL = 4096, 1 << 15
+"""After `map_small`: bytes from which a tensor is a mapping of its own, and the most of these. Linux allows 65,530."""
+_HOLES = 16 << 20
+"""Bytes of holes that a run may make in the heap: the slack of device/limit.py."""
 _FOR_ONE, _FOR_SEVERAL, _STREAMED, _LEAST_FOR_ONE = 2, 3, 5, 1.5
 _LEAST_WITHOUT_CACHE, _MORE = 1.4, 16 << 20
 """Heap without the cache: the least factor for one partition, and the most bytes added to 1.5 times the live bytes."""
@@ -166,7 +170,9 @@ class Heap:
     can_be_kept = _libc is not None
 
     def __init__(self) -> None:
-        self._kept = False
+        self._kept = self._maps_small = False
+        self._free = 0
+        """Free bytes on the heap when the run began."""
 
     @contextmanager
     def returned(self) -> Iterator[None]:
@@ -182,10 +188,12 @@ class Heap:
                 "predicted, so no limit on CPU would hold. Start without it (env -u LD_PRELOAD ...)."
             )
         pieces: list[int] = []
+        self._maps_small = False
         try:
             self._return_memory()
             if not self._kept:
                 _fill_holes(pieces)
+            self._free = _free()
             yield
         finally:
             if _libc is not None:
@@ -196,12 +204,24 @@ class Heap:
 
     def _return_memory(self) -> None:
         if _libc is not None:
-            _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+            _libc.mallopt(_M_MMAP_THRESHOLD, _SMALL if self._maps_small else _MMAP_THRESHOLD)
             _libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
-            _libc.mallopt(_M_MMAP_MAX, _MOST_MAPPINGS)
+            _libc.mallopt(_M_MMAP_MAX, _MOST_SMALL if self._maps_small else _MOST_MAPPINGS)
             _libc.mallopt(_M_ARENA_MAX, 1)
             if pieces_join():
                 _libc.mallopt(_M_MXFAST, 0)  # another cache
+
+    def map_small(self) -> bool:
+        """Lets small tensors, too, leave the process at once for the rest of the run, if the heap is full of holes that they
+        have left. Returns True if it was.
+
+        100 steps of 49 KB between nodes of their graph left holes of 25 MB for each 10 MB, into which none of that size fitted.
+        """
+        if self._kept or self._maps_small or pieces_join() or _free() < self._free + _HOLES:
+            return False
+        self._maps_small = True
+        self._return_memory()
+        return True
 
     def trim(self) -> None:
         """Returns free memory to the system, unless the heap is kept."""
@@ -240,16 +260,19 @@ class Heap:
             self.trim()
 
 
+def _free() -> int:
+    """Free bytes on the heap."""
+    return int(_libc.mallinfo2().free) if _libc is not None and hasattr(_libc, "mallinfo2") else 0
+
+
 def _fill_holes(pieces: list[int]) -> None:
     """Allocates into `pieces` the free memory of a trimmed heap that a tensor would fit into, and does not touch it.
 
     A tensor that lay in such a hole would stay in memory when it is freed: where the program had used much memory before, each
     block of a network took another one, and the limit was passed.
     """
-    if _libc is None or not hasattr(_libc, "mallinfo2"):
-        return
-    size = left = _libc.mallinfo2().free
-    while left >= _MMAP_THRESHOLD:
+    size = left = _free()
+    while _libc is not None and left >= _MMAP_THRESHOLD:
         size = min(size, left)
         piece = _libc.malloc(size)
         if piece is not None and not ctypes.c_size_t.from_address(piece - _SIZE_FIELD).value & _IS_MAPPING:

@@ -245,7 +245,7 @@ def packing(
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() != storage:
             away = offload.pack(tensor) if offload is not None and tensor.device == device else None
-            return away or _Saved(tensor, tensor._version)
+            return away or _Saved(tensor.detach(), tensor._version)  # itself it would hold its own graph, in a cycle
         if any(first <= tensor.data_ptr() < end for first, end in ranges):
             return tensor.clone()
         return Packed.of(tensor, None, -start)

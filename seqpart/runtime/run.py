@@ -186,6 +186,7 @@ class Run:
                 self.reporter.say(f"{names} learn from now on: making a new plan")
                 raise PlanAnew(self.directory.root)
             at, metrics = self._ended_early(at, metrics)
+        self._grant(at_rest=True)  # weights come back to the model: into new memory, beside a heap with holes
 
     def _ended_early(self, at: Position, metrics: Metrics) -> tuple[Position, Metrics]:
         """Returns the position to go on from, and the metric sums there: after the training if its end was requested."""
@@ -381,6 +382,10 @@ class Run:
         if failure.keeps_heap:  # the heap had more gaps than the plan had room for
             planned = replanning.planned_anew(self.planner, self.prepared, replace(request, may_keep_heap=False))
             self._go_on(failure, planned, "; from now on freed memory leaves the process at once")
+        elif self.device.keeps_heap and self.device.heap.map_small():
+            self._grant(at_rest=True)
+            planned = replanning.planned_anew(self.planner, self.prepared, request)
+            self._go_on(failure, planned, "; from now on small tensors leave the process at once, too")
         elif (smaller := replanning.planned_smaller(self.planner, self.prepared, request)) is not None:
             spare = format_size(smaller.request.spare)
             self._go_on(failure, smaller, f" with the same micro-batch and a plan that leaves {spare} more of the limit")
