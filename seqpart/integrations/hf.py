@@ -198,7 +198,7 @@ class Trainer:
     def predict(self, test_dataset: Any, ignore_keys: None = None, metric_key_prefix: str = "test") -> PredictionOutput:
         """Returns predictions and labels, mapped from files, and metrics; for rows without labels only predictions."""
         test_dataset, batches = self._read("test_dataset", test_dataset)
-        if labelled := batches.labelled(test_dataset):
+        if (labelled := batches.labelled(test_dataset)) or not self._labelled:
             collecting = self._predictions()
         else:
             batches = batches.with_labels_like(self.train_dataset)
@@ -311,12 +311,7 @@ class Trainer:
         vars(args).update(self._early)
         self._loss = hf_losses.loss_of(args, self.model, self.compute_loss_func)
         takes = inspect.signature(base_of(self.model).forward).parameters
-        if self._loss is None and not self._overridden and "labels" not in takes:
-            raise OptionError(
-                f"model: the forward of {type(self.model).__name__} takes no `labels`, from which it computes its loss. Give "
-                "one with a head that does (AutoModelFor...). Labels under other names (start_positions of question "
-                "answering) are not taken."
-            )
+        self._labelled = self._loss is not None or self._overridden or "labels" in takes
         if (config := getattr(self.model, "config", None)) is not None:
             config.use_cache = False
         self._relay.renew(self.args, self.model, self.processing_class)
@@ -365,6 +360,7 @@ class Trainer:
         training = name == "train_dataset"
         size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
         padding = self._padding_for(collator, data)
+        more.setdefault("needs_labels", self._labelled)
         return hf_data.Batches(collator=collator, name=name, size=size, padding=padding, **more)
 
     def _padding_for(self, collator: Any, data: Any) -> Padding:
@@ -410,6 +406,11 @@ class Trainer:
         return closing(self._predictions(wanted))
 
     def _predictions(self, wanted: str = "loss") -> Predictions:
+        if not self._labelled:
+            raise OptionError(
+                f"predict, compute_metrics: the forward of {type(self.model).__name__} takes no `labels` that they could give. "
+                'Leave them out: evaluate() finds its loss, and seqpart.Trainer(model, "model").predict(rows) what it returns.'
+            )
         return Predictions(self.compute_metrics, self.preprocess_logits_for_metrics, self._folder(), wanted)
 
     def _folder(self) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqpart.errors import DataError, OptionError
+from seqpart.errors import DataError, ModelError, OptionError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
@@ -190,8 +190,8 @@ def test_what_it_does_not_have_is_told_and_is_not_there():
 
 
 def test_a_model_without_a_loss_of_its_own_is_refused(tmp_path):
-    with pytest.raises(OptionError, match="model: the forward of BertModel takes no `labels`"):
-        Trainer(little_model().bert, arguments(tmp_path))
+    with pytest.raises(ModelError, match="the forward of BertModel takes no `labels`"):
+        Trainer(little_model().bert, arguments(tmp_path), train_dataset=little_rows(), mem_limit="2GB").train()
 
 
 @pytest.mark.parametrize("what", ["evaluate", "save_model", "train"])

@@ -1,5 +1,6 @@
 """Losses, noise and row orders of transformers' Trainer that a model does not have itself, in its Trainer and in ours."""
 
+import copy
 import functools
 
 import pytest
@@ -63,6 +64,42 @@ def test_options_of_losses_and_saves_leave_the_weights_of_transformers(options, 
     same_history(history(ours), history(theirs))
     assert ours.state.best_global_step == theirs.state.best_global_step
     assert "metric_for_best_model" not in options or ours.state.best_global_step < ours.state.global_step
+
+
+def answering():
+    """A model that marks an answer in a text, and rows of texts."""
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    model = transformers.BertForQuestionAnswering(transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, **_NO_DROPOUT))
+    starts, texts = torch.arange(24) % 6, torch.randint(1, 40, (24, 9))
+    rows = [{"input_ids": text, "start_positions": at, "end_positions": at + 2} for text, at in zip(texts, starts, strict=True)]
+    return model, rows
+
+
+def forecasting():
+    """A model that goes on with a series, and rows of series."""
+    sizes = {"d_model": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 24, "num_input_channels": 2}
+    lengths = {"context_length": 32, "patch_length": 8, "patch_stride": 8, "prediction_length": 4}
+    model = transformers.PatchTSTForPrediction(transformers.PatchTSTConfig(**sizes, **lengths))
+    series = torch.randn(24, 36, 2)
+    return model, [{"past_values": one[:32], "future_values": one[32:]} for one in series]
+
+
+_NO_DROPOUT = {"attention_probs_dropout_prob": 0.0}
+
+
+@pytest.mark.parametrize("make", [answering, forecasting])
+def test_a_model_that_finds_its_loss_without_labels_trains_and_is_evaluated(make, tmp_path):
+    """What is to be found has other names there: it was refused."""
+    torch.manual_seed(3)
+    model, rows = make()
+    options = {"train_dataset": rows[:16], "eval_dataset": rows[16:], "eval_strategy": "epoch", "num_train_epochs": 2}
+    (theirs, expected), (ours, found) = (trained(tmp_path, whose, model=copy.deepcopy(model), **options) for whose in TRAINERS)
+    same_weights(found, expected)
+    for one, other in zip(history(ours), history(theirs), strict=True):  # which evaluates no loss without the names of labels
+        assert "eval_loss" in one or "loss" in one or "train_loss" in one
+        assert {name: pytest.approx(one[name], rel=1e-6) for name in other} == other
+    with pytest.raises(OptionError, match="takes no `labels` that they could give"):
+        ours.predict(rows[16:])
 
 
 def little_language_model():
