@@ -185,8 +185,8 @@ def _uncut(error: Inside, last: Inside, asked: _Asked) -> ModelError:
     where = error.where or error.path or type(model).__name__
     floats = next((one.dtype for one in asked.form if one.dtype.is_floating_point), dtype)
     types = cure_of_types(model.parameters(), floats, asked.autocast)
-    cure = types or ("" if asked.form else cure_of_tokens(error.why, dtype)) or _without_draws(model)
-    cure = cure or "Move that into a module of its own" + (
+    cure, draws = types or ("" if asked.form else cure_of_tokens(error.why, dtype)), _without_draws(model)
+    cure = cure or (f"{draws} Or move" if draws else "Move") + " that into a module of its own" + (
         "." if asked.labels is None else ", or give a function (what the model returns, labels) -> loss."
     )
     beside = "" if last.why == error.why else f". As one block it fails too: {last.why}"
