@@ -1,13 +1,13 @@
 """Adds the decoder's inputs that models of transformers make of labels: only the loss gets labels, and blocks get inputs."""
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from seqpart.capture.inputs import forward_parameters
@@ -16,6 +16,8 @@ from seqpart.data.splits import Split, is_pair, x_and_y
 from seqpart.data.test_sets import are_named
 
 _NAME = "decoder_input_ids"
+_MASKED = {"EncoderDecoderModel", "Pix2StructForConditionalGeneration"}
+"""Models that make a mask of them, too."""
 Shift = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -39,14 +41,18 @@ def with_decoder_inputs(data: Any, model: object) -> Any:
 
 def _shift_of(model: object) -> Shift | None:
     """Returns what makes decoder_input_ids of labels in the model's forward; None if it does not, as far as names tell."""
-    if not isinstance(model, nn.Module) or all(one.name != _NAME for one in forward_parameters(model)):
+    of_peft: Any = getattr(model, "get_base_model", None)  # whose forward may take anything
+    base: Any = model if of_peft is None else of_peft()
+    kinds = {kind.__name__: sys.modules[kind.__module__] for kind in type(base).__mro__}
+    if all(one.name != _NAME for one in forward_parameters(base)) or _MASKED & kinds.keys():
         return None
-    if callable(own := getattr(model, "prepare_decoder_input_ids_from_labels", None)):
+    if callable(own := getattr(base, "prepare_decoder_input_ids_from_labels", None)):
         return own  # type: ignore[no-any-return]
-    shift, config = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None), getattr(model, "config", None)
-    if not callable(shift) or config is None:
+    homes = [module for name, module in kinds.items() if name.endswith("ForConditionalGeneration")]
+    shift = next((vars(home)["shift_tokens_right"] for home in homes if "shift_tokens_right" in vars(home)), None)
+    if shift is None or len(inspect.signature(shift).parameters) != 3:
         return None
-    return lambda labels: shift(labels, config.pad_token_id, config.decoder_start_token_id)
+    return lambda labels: shift(labels, base.config.pad_token_id, base.config.decoder_start_token_id)
 
 
 def _with_shifted(rows: Any, shift: Shift, main: str, dims: int = 2) -> Any:

@@ -79,11 +79,26 @@ def test_they_train_as_in_a_plain_loop(kind, form, tmp_path):
 
 
 def test_inputs_that_are_given_and_labels_of_classes_stay_as_they_are():
-    config = transformers.BartConfig(vocab_size=50, d_model=16, num_labels=3, **LAYERS)
-    classes = TOKENS, torch.arange(12) % 3
-    assert with_decoder_inputs(classes, transformers.BartForSequenceClassification(config)) is classes
+    sizes = {"vocab_size": 50, "d_model": 16, "num_labels": 3, **LAYERS}
+    bart = transformers.BartForSequenceClassification(transformers.BartConfig(**sizes))
+    mbart = transformers.MBartForSequenceClassification(transformers.MBartConfig(**sizes))
+    for classifier, labels in ((bart, torch.arange(12) % 3), (mbart, torch.arange(12)[:, None] % 3)):
+        classes = TOKENS, labels
+        assert with_decoder_inputs(classes, classifier) is classes
     for given in ({"input_ids": TOKENS, "decoder_input_ids": TOKENS}, {"input_ids": TOKENS, "decoder_inputs_embeds": TOKENS}):
         rows = {**given, "labels": LABELS}
         assert with_decoder_inputs(rows, t5()) is rows
     sets = with_decoder_inputs({"one": (TOKENS, LABELS)}, t5())
     assert torch.equal(sets["one"][0]["decoder_input_ids"][:, 1:], LABELS.where(LABELS >= 0, 0)[:, :-1])
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_subclasses_and_adapted_models_make_them_too():
+    class Own(transformers.WhisperForConditionalGeneration):
+        pass
+
+    batch = {"input_features": MODELS["whisper"][1], "labels": LABELS}
+    assert "decoder_input_ids" in with_decoder_inputs(batch, Own(whisper().config))
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(t5(), peft.LoraConfig(target_modules=["q", "v"]))
+    assert "decoder_input_ids" in with_decoder_inputs({"input_ids": TOKENS, "labels": LABELS}, adapted)
