@@ -114,12 +114,6 @@ class Outputs:
             return None
         return LossOfOutputs(self._given, self._found, computes=self._computes)  # type: ignore[arg-type]
 
-    @property
-    def loss(self) -> LossFunction:
-        """The loss of the chain's output."""
-        assert self._given is not None
-        return self.joined or self._given
-
     def sources(self, tensor: torch.Tensor, recorder: Recorder, *, training: bool) -> set[int] | None:
         """Returns the numbers of the tensors that the loss is to compute this one from; None where it is kept itself."""
         name = recorder.name(tensor)

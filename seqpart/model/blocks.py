@@ -49,6 +49,12 @@ class Block:
         takes: tuple[int, ...] | None = None, gives: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         self.number, self.name, self._source = number, name, source
+        self.home = f"block-{number:05d}"
+        """Name in the store of its weights."""
+        self.state_home, self.gradient_home = f"{self.home}.optimizer", f"{self.home}.gradients"
+        """Names in the store of its optimizer state, and of its gradients while they wait for their norm."""
+        self.narrow_home = f"{self.home}.narrow"
+        """Name in the store of copies of its weights in 16 bits, beside optimizer steps on the host."""
         self.draws_as = number
         """The block number that seeds its random numbers."""
         self.compiles = False
@@ -71,9 +77,10 @@ class Block:
         self.held_twice = [name for name, t in self.alive.named_buffers() if id(t) in held] if self.alive is not None else []
         """Buffers that its modules also hold in attributes or lists, which do not change when the buffers come and go."""
         self.tied: tuple[Tied, ...] = ()
-        self._same: object = id(source)
+        self.same_as: object = id(source)
+        """A key that is equal for blocks from one factory, and for layers of a whole model that are alike."""
         if self.is_cut_out and self.alive is not None:
-            self._same = structure_of(self.alive, self._shapes)
+            self.same_as = structure_of(self.alive, self._shapes)
 
     def __str__(self) -> str:
         return f"block {self.number} ({self.kind})"
@@ -86,31 +93,6 @@ class Block:
         while isinstance(source, functools.partial):
             source = source.func
         return getattr(source, "__name__", None) or type(source).__name__
-
-    @property
-    def same_as(self) -> object:
-        """A key that is equal for blocks from one factory, and for layers of a whole model that are alike."""
-        return self._same
-
-    @property
-    def home(self) -> str:
-        """Name in the store of its weights."""
-        return f"block-{self.number:05d}"
-
-    @property
-    def state_home(self) -> str:
-        """Name in the store of its optimizer state."""
-        return f"{self.home}.optimizer"
-
-    @property
-    def gradient_home(self) -> str:
-        """Name in the store of its gradients, while they wait for their norm."""
-        return f"{self.home}.gradients"
-
-    @property
-    def narrow_home(self) -> str:
-        """Name in the store of copies of its weights in 16 bits, beside optimizer steps on the host."""
-        return f"{self.home}.narrow"
 
     def fake(self, mode: FakeTensorMode) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         """Returns the module, and its parameters and buffers by name as fake tensors: shapes without memory."""

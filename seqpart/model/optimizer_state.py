@@ -7,7 +7,7 @@ its groups and attributes since it was built. An optimizer that is built anew an
 import enum
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -258,18 +258,15 @@ class Knowledge:
             vars(part).update(self._read(own, parameter.device))
             for key, value in self._read(odd, parameter.device).items():
                 part.state[key] = value  # type: ignore[index]
-        self.lay([parameter], [[part[0] for part in found]], tensors)
+        self.lay(parameter, [part[0] for part in found], tensors)
 
-    def lay(
-        self, parameters: Iterable[nn.Parameter], states: Iterable[Sequence[Any]], tensors: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Sets the parameters' states to what `state` returned, made of these tensors."""
-        for parameter, each in zip(parameters, states, strict=True):
-            for part, state in zip(self._parts, each, strict=True):
-                if state is not None:
-                    part.state[parameter] = unplain(state, lambda found: tensors[found[1]], self._classes)
-                else:
-                    part.state.pop(parameter, None)
+    def lay(self, parameter: nn.Parameter, states: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Sets the parameter's state to what `state` returned, made of these tensors."""
+        for part, state in zip(self._parts, states, strict=True):
+            if state is not None:
+                part.state[parameter] = unplain(state, lambda found: tensors[found[1]], self._classes)
+            else:
+                part.state.pop(parameter, None)
 
     def _read(self, found: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         return {key: unplain(value, lambda one: _from_inline(one, device), self._classes) for key, value in found.items()}
@@ -382,7 +379,7 @@ class AtHome:
                 values = [one.clone() if one.untyped_storage().data_ptr() in owned else one for _, one in moved]
                 for (view, _), value in zip(moved, values, strict=True):
                     view.copy_(value)
-                self.knowledge.lay([parameter], [found], views)
+                self.knowledge.lay(parameter, found, views)
 
     def write(self) -> None:
         """Writes the texts, before the views are saved. Raises NoHomeError for what has none."""

@@ -8,7 +8,7 @@ that the optimizer makes in its own first step, with plain data beside it; last 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import prod
@@ -105,9 +105,7 @@ def explore(name: str, build: BuildNamed, wanted: Mapping[TensorSpec, str], foun
 
     Raises OptionError for one that refuses a kind of parameter, and for one that knows what can have no home.
     """
-    with ExitStack() as stack:
-        stack.enter_context(without_compiler())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+    with without_compiler(), torch.random.fork_rng(devices=[]):
         trial = _Trial(name, build, found.classes, dict(wanted))
         laid = trial.laid_out(wanted, 1 if is_known else _STEPS)
         if is_known or not wanted:
@@ -180,13 +178,11 @@ class _Halves(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
 
-def _without_numbers() -> AbstractContextManager[object]:
-    stack = ExitStack()
-    stack.enter_context(put_off())
-    # Not what torch does for kernels that it knows no shapes of: with real tensors, which may be as large as the model.
-    stack.enter_context(FakeTensorMode(allow_fallback_kernels=False))
-    stack.enter_context(_Halves())  # type: ignore[no-untyped-call]
-    return stack
+@contextmanager
+def _without_numbers() -> Iterator[None]:
+    # No fallback kernels: torch would run those that it knows no shapes of on real tensors, which may be as large as the model.
+    with put_off(), FakeTensorMode(allow_fallback_kernels=False), _Halves():  # type: ignore[no-untyped-call]
+        yield
 
 
 @dataclass(frozen=True)

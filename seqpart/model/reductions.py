@@ -366,8 +366,8 @@ def tried(
     """
     own = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
     trial = _Trial(own, reduction, shape, dtype if dtype == torch.float64 else torch.float32, labels)
-    with torch.random.fork_rng(devices=[]), judging(name_of(loss), shape, "", values=True), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's losses: shapes that differ
+    quiet = warnings.catch_warnings(action="ignore")  # of torch's losses: shapes that differ
+    with torch.random.fork_rng(devices=[]), judging(name_of(loss), shape, "", values=True), quiet:
         torch.manual_seed(0)
         return trial.result(wanted)
 
@@ -585,8 +585,7 @@ class Held:
             return True
         whole = torch.cat([output for output, _ in self._parts]), torch.cat([labels for _, labels in self._parts])
         devices = [whole[0].device] if whole[0].is_cuda else []
-        with torch.random.fork_rng(devices=devices), generators_left_alone(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.random.fork_rng(devices=devices), generators_left_alone(), warnings.catch_warnings(action="ignore"):
             try:
                 with torch.autocast(whole[0].device.type, enabled=False):
                     found = [loss_value(loss, reduction, output.double(), labels) for output, labels in (whole, *self._parts)]

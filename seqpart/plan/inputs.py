@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from seqpart.model.loss_probe import BY_NAME, judging
 from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
 from seqpart.model.optimizers import (
     Optimizer,
-    chosen,
+    choose,
     refuse_joint,
     refuse_unknown,
     refuse_unlike_pieces,
@@ -119,8 +119,8 @@ class Inputs:
             else:
                 outputs = outputs_for(final_loss, train, cast)
                 self.chain = chain_of(model, *row, cast, outputs, in_chunks=in_chunks, row=example)
-                final_loss = final_loss if outputs is None else outputs.loss
-                self._why_not = outputs.why_not if outputs is not None else ""
+                if outputs is not None:
+                    final_loss, self._why_not = outputs.joined or final_loss, outputs.why_not
             self.chain.row = example
             self._starts = starts_of(model, len(self.chain))
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
@@ -549,8 +549,13 @@ class Inputs:
             rates = (settings.recovery_lr,) * count
         if settings.momentum and "sgd" not in names:
             raise OptionError("--momentum goes with --optimizer sgd; the others keep moments of their own.")
-        shared = (settings.weight_decay, settings.momentum, settings.ema, settings.no_decay)
-        return tuple(self._finished(chosen(name, rate, *shared)) for name, rate in zip(names, rates, strict=True))
+        decay = {"weight_decay": settings.weight_decay, "no_decay": settings.no_decay}
+        return tuple(self._named(name, lr=rate, **decay) for name, rate in zip(names, rates, strict=True))
+
+    def _named(self, name: str, **options: Any) -> Optimizer:
+        """Returns the optimizer of that name with the settings' momentum, which goes with sgd alone, and moving average."""
+        momentum = self.settings.momentum if name == "sgd" else 0.0
+        return self._finished(replace(choose(name, momentum=momentum, **options), average=self.settings.ema))
 
     def _finished(self, optimizer: Optimizer) -> Optimizer:
         moments = self.settings.rounded_moments
@@ -569,8 +574,7 @@ class Inputs:
         """All optimizers of the settings: until the cut is known, any partition may get any of them."""
         if self._optimizer is not None:
             return [self._optimizer]
-        names, momentum, ema = values_of(self.settings.optimizer), self.settings.momentum, self.settings.ema
-        return [self._finished(chosen(name, 1.0, 0.0, momentum, ema)) for name in names]
+        return [self._named(name, lr=1.0) for name in values_of(self.settings.optimizer)]
 
     def loss_for(
         self, method: Method, label_bytes: int, partition: int, output_shape: tuple[int, ...], ends: bool, device: torch.device,
