@@ -69,7 +69,8 @@ def split_off(
     def of_the_rest() -> tuple[tuple[Op, ...], set[int], bool]:
         """(ops of the loss, numbers that they lack, true if the loss is no function of `numbers` and the labels)."""
         ops, free = needed_for({loss}, recorder.ops, {*numbers, LABELS})
-        return ops, free, not numbers or bool(free) or any(op.is_module and _learns(model, op) for op in ops)
+        layers = (model.get_submodule(str(op.function)) for op in ops if op.is_module)
+        return ops, free, not numbers or bool(free) or any(True for layer in layers for _ in layer.parameters())
 
     ops, free, lacks = of_the_rest()
     if lacks:
@@ -151,10 +152,6 @@ def _last_given(recorder: Recorder, loss: int) -> int | None:
     ops, _ = needed_for({loss}, recorder.ops, layers | {LABELS})
     found = {number for op in ops for number in op.uses & layers}
     return found.pop() if len(found) == 1 else None
-
-
-def _learns(model: nn.Module, op: Op) -> bool:
-    return any(True for _ in model.get_submodule(str(op.function)).parameters())
 
 
 class OwnLoss:
