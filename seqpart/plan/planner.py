@@ -314,10 +314,12 @@ class Planner(Inputs):
                 "--recovery-epochs: the network fits as one partition, which is trained against the true loss already; there "
                 "is nothing to recover. Leave it out, or cut with --partitions."
             )
+        # With a recovery the choices of a saved plan are for that stage.
+        saved = None if request.saved is None else replace(request.saved, method=STREAMED.name)
         asked = replace(
-            problem, starts=tuple(part[0] for part in candidate.parts), count=None, known={},
+            problem, starts=tuple(part[0] for part in candidate.parts), count=None, known={}, saved=saved,
             batch_size=(batch := self.shared(self.recovery_batch, independent=False)), the_batch=batch,
-            loss_of=partial(self.loss_cost, request, true=True), saved=request.recovery,
+            loss_of=partial(self.loss_cost, request, true=True),
         )  # fmt: skip
         found = fastest_of(asked, STREAMED)
         if found is None:

@@ -5,27 +5,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import seqpart.plan.problem as planning
 from seqpart.device.limit import growth_beside, left_of, limit_for, refused
 from seqpart.errors import DoesNotFit
 from seqpart.methods.method import PartitionTraining, Workload
 from seqpart.plan.dynamic import Piece, best_cut
 from seqpart.plan.plan import AS_ASKED, PlanWording
 from seqpart.plan.prediction import WALKED_UPDATES, heaps_of, peaks_by_partition, with_heap, works_of
-from seqpart.plan.problem import (
-    Candidate,
-    Part,
-    Problem,
-    advice,
-    contents,
-    cost_of,
-    costs_from,
-    measurable,
-    micro_batches,
-    possible_micro_batches,
-    refuse_given,
-    starts_of,
-    too_many,
-)
+from seqpart.plan.problem import Candidate, Part, Problem
 from seqpart.plan.simulator import PredictedStep, Resources, simulate
 from seqpart.profile.partition import PartitionCost
 from seqpart.schedule.phase import Phase
@@ -43,7 +30,7 @@ def choose_cut(problem: Problem, wording: PlanWording = AS_ASKED) -> tuple[Candi
     """
     alone = replace(problem, can_cut_after=lambda cost: problem.can_cut_after(cost) and problem.learns_alone(cost))
     best = _fewest(alone)
-    if best is None and starts_of(alone) != starts_of(problem):
+    if best is None and planning.starts_of(alone) != planning.starts_of(problem):
         best = _fewest(problem)
     if best is None:
         raise _does_not_fit(problem)
@@ -54,10 +41,10 @@ def choose_cut(problem: Problem, wording: PlanWording = AS_ASKED) -> tuple[Candi
 def _fewest(problem: Problem) -> Candidate | None:
     """The best candidate that fits, over micro-batches."""
     found: list[Candidate] = []
-    for micro_batch in micro_batches(problem):
+    for micro_batch in planning.micro_batches(problem):
         if found and (micro_batch < SMALLEST_EASY_MICRO_BATCH or len(found[-1].parts) <= _least_count(problem, micro_batch)):
             break
-        if not measurable(problem, micro_batch):
+        if not planning.measurable(problem, micro_batch):
             break
         candidate = _cut_at(problem, micro_batch, problem.available)
         if candidate is not None:
@@ -69,7 +56,7 @@ def _least_count(problem: Problem, micro_batch: int) -> int:
     """Least number of partitions at any micro-batch: what a partition holds during an update does not depend on that."""
     if problem.count is not None or problem.starts is not None:
         return problem.count or len(problem.starts or ())
-    whole = cost_of(problem, micro_batch, 0, len(problem.chain))
+    whole = planning.cost_of(problem, micro_batch, 0, len(problem.chain))
     return -(-_held(whole) // max(1, _room(problem, problem.available)))
 
 
@@ -84,23 +71,18 @@ def _room(problem: Problem, available: int) -> int:
 
 def _cut_at(problem: Problem, micro_batch: int, available: int) -> Candidate | None:
     chain = len(problem.chain)
-
-    def fits_whole() -> bool:
-        return _peak_alone(problem, (0, chain, cost_of(problem, micro_batch, 0, chain)), micro_batch) <= available
-
-    if problem.count is None and problem.starts is None and fits_whole():
-        pieces = [Piece(0, chain, 0, 0)]  # the fewest there can be: no need to try the others
-    else:
-        starts = starts_of(problem)
-        ends = [*starts[1:], chain]
-        pieces = [
-            piece
-            for number, first in enumerate(starts)
-            for piece in _pieces(problem, micro_batch, first, ends[number:], available)
-        ]
+    pieces = list[Piece]()
+    if problem.count is None and problem.starts is None:
+        whole = 0, chain, planning.cost_of(problem, micro_batch, 0, chain)
+        if _peak_alone(problem, whole, micro_batch) <= available:
+            pieces = [Piece(0, chain, 0, 0)]  # the fewest there can be: no need to try the others
+    if not pieces:
+        starts = planning.starts_of(problem)
+        for number, first in enumerate(starts, 1):
+            pieces += _pieces(problem, micro_batch, first, [*starts[number:], chain], available)
     count = len(problem.starts) if problem.starts is not None else problem.count
     while (chosen := best_cut(pieces, chain, count)) is not None:
-        parts = {p: (p.first, p.last, cost_of(problem, micro_batch, p.first, p.last)) for p in chosen}
+        parts = {p: (p.first, p.last, planning.cost_of(problem, micro_batch, p.first, p.last)) for p in chosen}
         too_large = [p for p, part in parts.items() if _peak_alone(problem, part, micro_batch) > available]
         if not too_large:
             return Candidate(micro_batch, tuple(parts.values()))
@@ -115,14 +97,14 @@ def _pieces(problem: Problem, micro_batch: int, first: int, ends: Sequence[int],
     Balanced by counted bytes: the cut decides what is learned, and must not depend on what a real run happened to take.
     """
     room = _room(problem, available)
-    costs = ((last, cost_of(problem, micro_batch, first, last)) for last in ends)
+    costs = ((last, planning.cost_of(problem, micro_batch, first, last)) for last in ends)
     longer = list(itertools.takewhile(lambda part: _held(part[1]) <= room, costs))
     fitting = bisect_right(longer, available, key=lambda part: _peak_alone(problem, (first, *part), micro_batch))
     for last, cost in longer[:fitting]:
         if cost.trainable or problem.starts is not None or last - first == len(problem.chain):
-            counted = cost_of(problem, micro_batch, first, last, counted=True)
+            counted = planning.cost_of(problem, micro_batch, first, last, counted=True)
             # Of the row behind it what the loss takes: a mask beside that does not make a cut worse.
-            row = problem.row_pack(problem.costs_at(micro_batches(problem)[0])[last - 1]).loss_input_bytes
+            row = problem.row_pack(problem.costs_at(planning.micro_batches(problem)[0])[last - 1]).loss_input_bytes
             yield Piece(first, last, row, counted.slot + counted.train_peak)
 
 
@@ -162,13 +144,13 @@ def _with_heap(problem: Problem, candidate: Candidate) -> Candidate:
 
 
 def _does_not_fit(problem: Problem) -> DoesNotFit:
-    needs = [(*_largest_need(problem, rows), rows) for rows in possible_micro_batches(problem)]
+    needs = [(*_largest_need(problem, rows), rows) for rows in planning.possible_micro_batches(problem)]
     cost, where, peak, rows = min(needs, key=lambda need: need[2])  # not always the fewest rows: see `exact`
-    refuse_given(problem, peak)
+    planning.refuse_given(problem, peak)
     return refused(
         f"{where} alone needs {format_size(peak)}, at micro-batch {rows}, and {left_of(problem.limit)}.\n"
-        f"  runtime {format_size(problem.machine.runtime)}, {contents(cost)}\n"
-        f"  {advice(problem, peak, cost, finer=bool(problem.count or problem.starts))}",
+        f"  runtime {format_size(problem.machine.runtime)}, {planning.contents(cost)}\n"
+        f"  {planning.advice(problem, peak, cost, finer=bool(problem.count or problem.starts))}",
         limit_for(peak),
         rows,
     )
@@ -181,8 +163,8 @@ def _largest_need(problem: Problem, micro_batch: int) -> tuple[PartitionCost, st
         if best is not None:
             return best
     worst: tuple[PartitionCost, str, int] | None = None
-    for first in starts_of(problem):
-        for last, cost in costs_from(problem, micro_batch, first).items():  # noqa: B007 (both are used after the loop)
+    for first in planning.starts_of(problem):
+        for last, cost in planning.costs_from(problem, micro_batch, first).items():  # noqa: B007 (both are used after the loop)
             if cost.trainable:
                 break
         peak = _peak_alone(problem, (first, last, cost), micro_batch)
@@ -197,7 +179,7 @@ def _best_effort(problem: Problem, micro_batch: int, count: int) -> tuple[Partit
     low, high = problem.machine.runtime, problem.machine.runtime
     high += 4 * sum(cost.weights * 4 + cost.saved + cost.output for cost in problem.costs_at(micro_batch)) + (1 << 30)
     if _cut_at(problem, micro_batch, high) is None:
-        raise too_many(problem, count)
+        raise planning.too_many(problem, count)
     while high - low > 1 << 20:
         middle = (low + high) // 2
         low, high = (low, middle) if _cut_at(problem, micro_batch, middle) is not None else (middle, high)

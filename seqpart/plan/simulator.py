@@ -256,8 +256,7 @@ class Simulator:
         }
 
     def run(self, steps: Iterable[Step]) -> Iterator[PredictedStep]:
-        for step in steps:
-            yield self.take(step)
+        return map(self.take, steps)
 
     def take(self, step: Step) -> PredictedStep:
         work = self._do[step.verb]
