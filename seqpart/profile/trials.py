@@ -238,8 +238,8 @@ class Trials:
         sampler = Sampler(MemoryUsage(self._device), limit=1 << 62)
         sampler.start()
         try:
-            with put_off(), _left_alone(block, self._device), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's compiler looks at gradients of tensors that have none
+            quiet = warnings.catch_warnings(action="ignore")  # torch's compiler looks at gradients of tensors that have none
+            with put_off(), _left_alone(block, self._device), quiet:
                 self._call_as_in_a_run(number, rows)
         except Exception as error:
             if self._device.is_out_of_memory(error) or "out of memory" in str(error):  # or the C++ compiler's
