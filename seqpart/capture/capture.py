@@ -254,14 +254,12 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
                 f'loss="model": the loss of {type(model).__name__} takes more tensors in training than in evaluation. Let it '
                 "take the same ones, or give a function (what the model returns, labels) -> loss."
             )
-        join = (
-            outputs.prepare(taken, recorder, training=training, total=total)
-            if outputs is not None and taken is not None
-            else None
-        )
+        join = None
+        if outputs is not None and taken is not None:
+            join = outputs.prepare(taken, recorder, training=training, total=total)
         if join is not None:
             found = _recorded_by(recorder, join)
-        without = frozenset[int]() if labels is None else following(LABELS, recorder.ops)
+        without = frozenset[int]() if labels is None else following({LABELS}, recorder.ops)
         if loss is None:
             number = recorder.known(scored_output(model, found, outputs.why_not if outputs else ""))
         else:

@@ -122,7 +122,7 @@ class Outputs:
             of_rows = self._dim_of_rows(recorder.shapes[number], number, recorder, training) == 0
             return of_rows and (training, number) not in self._compares
 
-        if isinstance(name, str) or follows(name) or name not in following(ROWS, recorder.ops):  # the last looks at all ops
+        if isinstance(name, str) or follows(name) or name not in following({ROWS}, recorder.ops):  # the last looks at all ops
             return None
         found = sources_of(name, recorder, follows)
         self._computes |= found is not None
@@ -247,7 +247,7 @@ class Outputs:
             return COMPARES
         if self._dim_of_rows(tensor.shape, name, recorder, training) is not None:
             return ""
-        return OF_BATCH if name in following(ROWS, recorder.ops) else ""
+        return OF_BATCH if name in following({ROWS}, recorder.ops) else ""
 
     def _described(self, found: Any, tensors: Sequence[torch.Tensor], recorder: Recorder, training: bool) -> Returned:
         kept = self._kept[training]
@@ -275,7 +275,7 @@ class Outputs:
         self, tensors: Sequence[torch.Tensor], recorder: Recorder, training: bool, dtype: torch.dtype
     ) -> tuple[Part, ...]:  # fmt: skip
         """Returns the parts of the joined tensor, whose type is `dtype`."""
-        kept, of_batch = self._kept[training], following(ROWS, recorder.ops)
+        kept, of_batch = self._kept[training], following({ROWS}, recorder.ops)
         left_out = (*kept.left_out, *("" for _ in kept.sources))
         found = []
         for tensor, why, used in zip(tensors, left_out, kept.used, strict=True):

@@ -62,7 +62,7 @@ def split_off(
     """Returns (what the loss takes beside the labels, the loss as a program of that and the labels), of a run that returned
     `found`, with the loss `total`. None in the place of the first: the scored output is enough."""
     loss, one = recorder.known(total), _scored(found)
-    with_labels = following(LABELS, recorder.ops)
+    with_labels = following({LABELS}, recorder.ops)
     scored, taken = recorder.known(one) if one is not None else _last_given(recorder, loss), None
     numbers: tuple[int, ...] = () if scored is None else (scored,)
 
@@ -148,7 +148,7 @@ def _scored(found: Any) -> torch.Tensor | None:
 
 def _last_given(recorder: Recorder, loss: int) -> int | None:
     """Returns the output of the layer that the loss is computed from; None if it is computed from several."""
-    layers = {number for op in recorder.ops if op.is_module for number in op.makes} - following(LABELS, recorder.ops)
+    layers = {number for op in recorder.ops if op.is_module for number in op.makes} - following({LABELS}, recorder.ops)
     ops, _ = needed_for({loss}, recorder.ops, layers | {LABELS})
     found = {number for op in ops for number in op.uses & layers}
     return found.pop() if len(found) == 1 else None
@@ -166,7 +166,7 @@ class OwnLoss:
 
         Raises ModelError if it uses a parameter of the model.
         """
-        self._takes, self._joined = program.takes, outputs.joined
+        self._joined = outputs.joined
         if self._joined is not None:
             self.example = self._joined.example
             self.of_batch, self.from_layers = self._joined.of_batch, self._joined.from_layers
@@ -199,7 +199,7 @@ class OwnLoss:
         if asked is not None:
             scores, labels, self._ignored, smoothing = asked
             self._smoothing = smoothing, smoothing if in_tests is None else in_tests[3]
-            if not needed_for({labels}, program.ops, {LABELS})[1] and labels in following(LABELS, program.ops):
+            if not needed_for({labels}, program.ops, {LABELS})[1] and labels in following({LABELS}, program.ops):
                 self._targets = part(steps(program, labels, from_labels=True))
                 self._scores = part(steps(program, scores))
                 self.counts = self._counted

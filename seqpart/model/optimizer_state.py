@@ -331,7 +331,7 @@ class AtHome:
 
     def __init__(self, optimizer: torch.optim.Optimizer, classes: Classes, *, learns: bool = False) -> None:
         self.optimizer = optimizer
-        self.knowledge, self._classes = Knowledge(optimizer, classes, learns=learns), classes
+        self.knowledge = Knowledge(optimizer, classes, learns=learns)
         self._homes: list[tuple[nn.Parameter, str, Mapping[str, torch.Tensor], torch.Tensor | None]] = []
         self._waiting: list[tuple[nn.Parameter, Mapping[str, torch.Tensor], torch.Tensor]] = []
         self._steps = 0

@@ -399,14 +399,10 @@ def _first_difference(ones: Iterator[Step], others: Iterator[Step]) -> int | Non
     return None
 
 
-def _same(ones: Sequence[object], others: Sequence[object]) -> bool:
+def _same(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """True if all tensors are equal. NaN equals NaN: a learning rate that is far too high is not checked here."""
-    return all(
-        isinstance(a, torch.Tensor)
-        and isinstance(b, torch.Tensor)
-        and torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num())
-        for a, b in zip(ones, others, strict=True)
-    )
+    pairs = zip(ones, others, strict=True)
+    return all(torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num()) for one, other in pairs)
 
 
 def _zeros(spec: TensorSpec) -> torch.Tensor:

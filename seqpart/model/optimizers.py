@@ -476,14 +476,9 @@ def _described(choice: Optimizer) -> Optimizer:
         )
     if any(isinstance(part, torch.optim.LBFGS) for part in parts_of(optimizer)):
         raise OptionError("optimizer: LBFGS calls the whole model again inside its step, which a partition cannot do.")
+    groups = [{key: str(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     tuned, options = (
-        repr(
-            [
-                {key: str(group[key]) for key in group if key != "params" and (key in _TUNED) is free}
-                for group in optimizer.param_groups
-            ]
-        )
-        for free in (True, False)
+        repr([{key: one[key] for key in one if (key in _TUNED) is free} for one in groups]) for free in (True, False)
     )
     names = "+".join(type(part).__name__ for part in parts_of(optimizer) if type(part) is not Several)
     has_rate = optimizer.param_groups == [{"params": []}] or any("lr" in group for group in optimizer.param_groups)

@@ -429,10 +429,8 @@ class _Trial:
             raise OptionError(
                 f"loss {name_of(self._loss)}: it returned (sum, count), and one of them is not the sum of its parts'."
             )
-        first = next(
-            (kind for kind in (wanted, Kind.ROWS, Kind.COUNTED, Kind.SUM) if kind in kinds and (kind is Kind.COUNTED) == pairs),
-            Kind.WHOLE,
-        )
+        order = (wanted, Kind.ROWS, Kind.COUNTED, Kind.SUM)
+        first = next((kind for kind in order if kind in kinds and (kind is Kind.COUNTED) == pairs), Kind.WHOLE)
         return Reduction(first, tried=first is not Kind.WHOLE)
 
     def _cases(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:

@@ -335,15 +335,11 @@ def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int,
 
 def tiers_by_room(problem: Problem, parts: Sequence[PartitionCost], micro_batch: int, tier: str) -> Tiers:
     """Places all boundaries in `tier`; in host memory as many as there is room for, and the others on the disk."""
-    tiers, at = (tier,) * len(parts) if tier != DEVICE else (), len(parts)
-    while (
-        tier == "host"
-        and at
-        and boundary_bytes(parts, problem.batch_size, micro_batch, tiers, tier) > problem.machine.host_room
-    ):
-        at -= 1
-        tiers = (tier,) * at + ("disk",) * (len(parts) - at)
-    return tiers
+    if tier != "host":
+        return (tier,) * len(parts) if tier != DEVICE else ()
+    room, batch = problem.machine.host_room, problem.batch_size
+    places = (("host",) * at + ("disk",) * (len(parts) - at) for at in range(len(parts), -1, -1))
+    return next(tiers for tiers in places if boundary_bytes(parts, batch, micro_batch, tiers, "host") <= room)
 
 
 def host_boundaries(problem: Problem, parts: Parts, micro_batch: int, tiers: Tiers) -> int:

@@ -159,22 +159,17 @@ def _does_not_fit(problem: Problem) -> DoesNotFit:
 def _largest_need(problem: Problem, micro_batch: int) -> tuple[PartitionCost, str, int]:
     """The partition that needs most when everything is cut as fine as allowed."""
     if problem.count is not None:
-        best = _best_effort(problem, micro_batch, problem.count)
-        if best is not None:
-            return best
-    worst: tuple[PartitionCost, str, int] | None = None
+        return _best_effort(problem, micro_batch, problem.count)
+    found = []
     for first in planning.starts_of(problem):
-        for last, cost in planning.costs_from(problem, micro_batch, first).items():  # noqa: B007 (both are used after the loop)
-            if cost.trainable:
-                break
-        peak = _peak_alone(problem, (first, last, cost), micro_batch)
-        if worst is None or peak > worst[2]:
-            worst = (cost, _named(problem, first, last), peak)
-    assert worst is not None
-    return worst
+        costs = planning.costs_from(problem, micro_batch, first)
+        last = next((last for last, cost in costs.items() if cost.trainable), max(costs))
+        peak = _peak_alone(problem, (first, last, costs[last]), micro_batch)
+        found.append((costs[last], _named(problem, first, last), peak))
+    return max(found, key=lambda one: one[2])
 
 
-def _best_effort(problem: Problem, micro_batch: int, count: int) -> tuple[PartitionCost, str, int] | None:
+def _best_effort(problem: Problem, micro_batch: int, count: int) -> tuple[PartitionCost, str, int]:
     """Largest need of a cut into `count` partitions, at the least limit under which one fits, found by bisection."""
     low, high = problem.machine.runtime, problem.machine.runtime
     high += 4 * sum(cost.weights * 4 + cost.saved + cost.output for cost in problem.costs_at(micro_batch)) + (1 << 30)

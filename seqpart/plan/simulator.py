@@ -426,7 +426,8 @@ class Simulator:
             written = rows * part.output_row if p == phase.last and phase.hands_on(len(self._partitions)) else 0
             if p == phase.partition and phase.breadth_first:
                 self._hold_values(part.entering, step.micro_batch)
-            peak = self._now + part.inference_peak - (self._one_boundary(part, step.micro_batch) if phase.breadth_first else 0)
+            held = self._held_of(part.entering, step.micro_batch) // self._alike if phase.breadth_first else 0
+            peak = self._now + part.inference_peak - held
             if phase.partition != phase.last:
                 self._free_values(self._routing.used_up(p), step.micro_batch)
                 if p < phase.last:
@@ -515,16 +516,13 @@ class Simulator:
             elif not wanted:
                 self._free("boundary", value.number, m)
 
-    def _one_boundary(self, part: PartitionCost, m: int) -> int:
-        return self._held_of(part.entering, m) // self._alike
-
     def _held_of(self, values: Sequence[Value], m: int) -> int:
         return sum(self._held.get(("boundary", value.number, m), 0) for value in values)
 
     def _entered(self, phase: Phase, p: int, part: PartitionCost, m: int) -> int:
         """Bytes held of the entering boundary that the step's own peak counts too; 0 for rows that wait for other pairs, which
         the step copies."""
-        return 0 if phase.keeps_rows(p) else self._one_boundary(part, m)
+        return 0 if phase.keeps_rows(p) else self._held_of(part.entering, m) // self._alike
 
     def _hold_values(self, values: Sequence[Value], m: int, rows: int | None = None) -> None:
         for value in values:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from seqpart.device.compiler import enter, leave, without_compiler
+from seqpart.device.compiler import without_compiler
 from seqpart.device.pages import round_up
 from seqpart.errors import ModelError
 from seqpart.interrupts import put_off
@@ -137,9 +137,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "FakeMode":
         self._around.append(ExitStack())
-        self._around[-1].enter_context(put_off())
-        self._around[-1].enter_context(_unchecked())
-        enter()
+        for context in (put_off(), _unchecked(), without_compiler()):
+            self._around[-1].enter_context(context)
         super().__enter__()
         return self
 
@@ -147,7 +146,6 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         try:
             super().__exit__(*error)
         finally:
-            leave()
             self._around.pop().close()
 
 
