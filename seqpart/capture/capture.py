@@ -248,7 +248,7 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
             logits, given = scored_output(model, found), _taken(model, own, found, own_labels[0])
             found = {"loss": _recorded_by(recorder, partial(own, given, own_labels[0])), "logits": logits}
         total = None if labels is None else loss_of(model, found)
-        taken, loss = (found, None) if total is None else split_off(recorder, model, found, total, outputs, training=training)
+        taken, loss = (found, None) if total is None else split_off(recorder, model, found, total, outputs)
         if taken is None and outputs is not None and outputs.joined is not None:
             raise ModelError(
                 f'loss="model": the loss of {type(model).__name__} takes more tensors in training than in evaluation. Let it '
@@ -256,7 +256,7 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
             )
         join = None
         if outputs is not None and taken is not None:
-            join = outputs.prepare(taken, recorder, training=training, total=total)
+            join = outputs.prepare(taken, recorder, total=total)
         if join is not None:
             found = _recorded_by(recorder, join)
         without = frozenset[int]() if labels is None else following({LABELS}, recorder.ops)

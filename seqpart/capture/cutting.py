@@ -144,7 +144,7 @@ class Cutter:
             blocks.append(Block(place, name, segment, tuple(numbers[n] for n in taken), given))
             segment.unmoved = {
                 mode: tuple(own for own, part in segment.named_modules() if part in parts) for mode, parts in unmoved.items()
-            }  # fmt: skip
+            }
             blocks[-1].places = {own: places[id(p)] for own, p in segment.named_parameters() if id(p) in places}
         differentiable = frozenset(numbers[n] for n in training.learns if n in numbers)
         wholes, tile = whole_names(self._model), tile_of(self._model)

@@ -57,8 +57,8 @@ def name_of_labels(model: nn.Module, inputs: Iterable[str | None]) -> str:
 
 
 def split_off(
-    recorder: Recorder, model: nn.Module, found: Any, total: torch.Tensor, outputs: Outputs | None, *, training: bool
-) -> tuple[list[torch.Tensor] | None, Program]:  # fmt: skip
+    recorder: Recorder, model: nn.Module, found: Any, total: torch.Tensor, outputs: Outputs | None
+) -> tuple[list[torch.Tensor] | None, Program]:
     """Returns (what the loss takes beside the labels, the loss as a program of that and the labels), of a run that returned
     `found`, with the loss `total`. None in the place of the first: the scored output is enough."""
     loss, one = recorder.known(total), _scored(found)
@@ -76,7 +76,7 @@ def split_off(
     if lacks:
         taken = _frontier(recorder, loss, one, with_labels)
         if outputs is not None:
-            taken = _with_sources(taken, one, recorder, outputs, training)
+            taken = _with_sources(taken, one, recorder, outputs)
         numbers = tuple(recorder.known(tensor) for tensor in taken)
         ops, free, lacks = of_the_rest()
     owned = set().union(*(op.owned for op in ops))
@@ -105,12 +105,12 @@ def _frontier(recorder: Recorder, loss: int, scored: torch.Tensor | None, with_l
 
 
 def _with_sources(
-    taken: list[torch.Tensor], scored: torch.Tensor | None, recorder: Recorder, outputs: Outputs, training: bool
-) -> list[torch.Tensor]:  # fmt: skip
+    taken: list[torch.Tensor], scored: torch.Tensor | None, recorder: Recorder, outputs: Outputs
+) -> list[torch.Tensor]:
     """Returns `taken` with the tensors of rows that numbers of the batch are computed from in the place of these."""
     found: dict[int | str, torch.Tensor] = {}
     for tensor in taken:
-        sources = None if tensor is scored else outputs.sources(tensor, recorder, training=training)
+        sources = None if tensor is scored else outputs.sources(tensor, recorder)
         found |= {recorder.name(one): one for one in ([tensor] if sources is None else map(recorder.tensor, sorted(sources)))}
     return list(found.values())
 
@@ -158,9 +158,7 @@ class OwnLoss:
     """The model's own loss (output, labels) -> scalar. For a cross-entropy, `counts(labels)` is the number of labels in its
     mean."""
 
-    def __init__(
-        self, program: Program, evaluation: Program, model: nn.Module, outputs: Outputs, called: str
-    ) -> None:  # fmt: skip
+    def __init__(self, program: Program, evaluation: Program, model: nn.Module, outputs: Outputs, called: str) -> None:
         """evaluation: the loss in evaluation mode, computed where no gradients are. outputs: the tensors that it takes, where
         they are several. called: its name in messages.
 

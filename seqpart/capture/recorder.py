@@ -99,7 +99,7 @@ class Recorder(TorchFunctionMode):
         self._again, self._row, self._hidden = again, row, HiddenPaths(names)
         self._count, self._inside, self._attention = 0, 0, tuple(_cur_sdpa_kernel_backends())
         self._stack: list[nn.Module] = []
-        self._training, self._seed = training, torch.initial_seed()
+        self.training, self._seed = training, torch.initial_seed()
         self._zeroes = dict[nn.Module, list[bool | None]]()
         """{last layer of an nn.TransformerEncoder: for each call, the last one first, whether padding becomes 0 after it}."""
 
@@ -118,6 +118,11 @@ class Recorder(TorchFunctionMode):
     def tensor(self, number: int) -> torch.Tensor:
         """Returns the tensor that has this number now."""
         return next(tensor for tensor in self._alive if self._numbers[id(tensor)] == number)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self.shapes[ROWS][0]
 
     @property
     def current(self) -> set[int]:
@@ -211,7 +216,7 @@ class Recorder(TorchFunctionMode):
             return
         first, last = encoder.layers[0], encoder.layers[-1]
         learns = torch.is_grad_enabled() and any(one.requires_grad for one in (src, *first.parameters()))
-        zeroes = not first.training and not (self._training and learns)
+        zeroes = not first.training and not (self.training and learns)
         self._zeroes[last] = [zeroes] + [None] * (sum(layer is last for layer in encoder.layers) - 1)
 
     def _from_row(self, given: Any) -> dict[int, torch.Tensor]:

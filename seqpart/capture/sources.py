@@ -45,7 +45,7 @@ def sources_of(number: int, recorder: Recorder, follows: Callable[[int], bool]) 
             return None
         else:
             left += op.uses
-    if sum(recorder.tensor(one).nbytes for one in found) > _MOST * recorder.shapes[ROWS][0]:
+    if sum(recorder.tensor(one).nbytes for one in found) > _MOST * recorder.rows:
         return None
     return found
 

@@ -20,7 +20,7 @@ from seqpart.errors import ModelError
 from seqpart.model.compiled import Layers
 from seqpart.model.inspection import beside, left_as_they_are, modes_of, packed_in, structure_of
 from seqpart.model.loss_chunks import Head
-from seqpart.model.tensors import buffer_names, buffers_made, refuse_sharing, tensors_in_attributes, tensors_of
+from seqpart.model.tensors import refuse_sharing, tensors_in_attributes, tensors_of
 from seqpart.store.layout import stride_of
 from seqpart.units import format_size
 
@@ -64,7 +64,7 @@ class Block:
         self.takes = (number,) if takes is None else takes
         self.gives = (number + 1,) if gives is None else gives
         self._module: nn.Module | None = None
-        self._buffers = frozenset[str]()
+        self._buffers: list[str] = []
         self.alive = source if isinstance(source, nn.Module) else None
         """The user's own module, which is empty during a run, and gets its weights back at the end."""
         self.places: dict[str, int] = {}
@@ -128,7 +128,7 @@ class Block:
         """Builds the real module, with random initial weights keyed by (seed, block)."""
         device.seed(seed, "build", self.number)
         module = self._source if isinstance(self._source, nn.Module) else _called(self._source, self)
-        self._module, self._buffers = module, buffer_names(module)
+        self._module, self._buffers = module, _buffers(module)
         return module
 
     def compiled(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -166,8 +166,9 @@ class Block:
 
     @property
     def buffers_made(self) -> list[str]:
-        """Names of buffers that were registered after the module was built."""
-        return buffers_made(self.module, self._buffers)
+        """Names of buffers that were registered after the module was built, by a forward pass, for example to cache a mask:
+        they are no part of the weights, and stay where they are, as tensors in plain attributes do."""
+        return [name for name in _buffers(self.module) if name not in self._buffers]
 
     @property
     def module(self) -> nn.Module:
@@ -350,6 +351,10 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         shape, dtype = tensor.shape, tensor.dtype
         fake = torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _buffers(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_buffers(remove_duplicate=False)]
 
 
 def _named(block: Block, module: nn.Module) -> dict[str, torch.Tensor]:

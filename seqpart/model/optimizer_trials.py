@@ -353,13 +353,11 @@ def _likened(kind: TensorSpec, state: State) -> list[tuple[object, ...]]:
     return [(one.name, one.dtype, one.shape == kind.shape, len(one.shape)) for one in state if one.name != TEXT]
 
 
-def follows_numbers(kind: TensorSpec, state: State) -> bool:
-    """True if the state has only scalars, and tensors of the parameter's shape."""
-    return all(one.shape in ((), kind.shape) for one in state if one.name != TEXT)
-
-
-def is_alike(states: Mapping[TensorSpec, State]) -> bool:
-    """True if parameters of the same type and number of dimensions have the same state, whatever their sizes."""
+def follows_sizes(states: Mapping[TensorSpec, State]) -> bool:
+    """True if states have only scalars and tensors of the parameter's shape, and parameters of the same type and number of
+    dimensions have the same state, whatever their sizes."""
+    if any(one.shape not in ((), kind.shape) for kind, state in states.items() for one in state if one.name != TEXT):
+        return False
     found = {(kind.dtype, len(kind.shape)): _likened(kind, state) for kind, state in states.items()}
     return all(found[kind.dtype, len(kind.shape)] == _likened(kind, state) for kind, state in states.items())
 

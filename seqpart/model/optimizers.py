@@ -242,9 +242,7 @@ class Adopted:
 
 
 @functools.cache
-def choose(
-    name: str, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0, no_decay: str = ""
-) -> Optimizer:  # fmt: skip
+def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0, no_decay: str = "") -> Optimizer:
     """Returns an optimizer of NAMES. no_decay: see `is_spared`.
 
     Raises OptionError for another name, a negative number, and one whose library is not installed.
@@ -281,7 +279,7 @@ class _Averaging:
 
     def __init__(
         self, decay: float, pairs: Sequence[tuple[torch.Tensor, nn.Parameter]], begun: bool, names: Sequence[str] = ()
-    ) -> None:  # fmt: skip
+    ) -> None:
         """names: of the parameters, if averages in bfloat16 are rounded stochastically."""
         self._take, self._begun, self._share = get_ema_multi_avg_fn(decay), begun, 1 - decay  # type: ignore[no-untyped-call]
         self._pairs: dict[torch.dtype, list[tuple[torch.Tensor, nn.Parameter]]] = {}
@@ -383,7 +381,7 @@ def refuse_unlike_pieces(optimizer: Optimizer, parameters: Mapping[str, TensorSp
     kinds = [optimizer.kind(name, spec) for name, spec in parameters.items()]
     states = {kind: optimizer.found.states[kind] for kind in kinds}
     texts = {spec for state in states.values() for spec in state if spec.name == TEXT}
-    if len(texts) > 1 or not (trials.is_alike(states) and all(trials.follows_numbers(*pair) for pair in states.items())):
+    if len(texts) > 1 or not trials.follows_sizes(states):
         raise OptionError(
             f"optimizer {optimizer.name} keeps other state for a whole weight than for pieces of it, and {divided_by} "
             "divides it. Take another."
