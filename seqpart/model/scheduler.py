@@ -74,7 +74,7 @@ class Scheduler:
 
     def __init__(
         self, factory: SchedulerFactory, whole: Whole, measured: Callable[[], Sequence[tuple[int, float]]] = tuple
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Makes the scheduler. measured: (updates before it, value) of each evaluation so far.
 
         Raises OptionError if it is no scheduler.

@@ -102,7 +102,7 @@ class _ExpertsTile(nn.Module):
 
     def forward(
         self, hidden: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor, found: torch.Tensor | None
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         local = experts - self._first
         here = (local >= 0) & (local < self.num_experts)
         part: torch.Tensor = super().forward(hidden, local.where(here, self.num_experts), shares.where(here, 0))
@@ -256,7 +256,7 @@ def _tiled(layer: nn.Module, nbytes: int, splits: _Splits) -> Tiled:
             for tile, first in zip(splits.cut(layer.weight, rows), firsts, strict=True)
         ],
         nbytes,
-    )  # fmt: skip
+    )
 
 
 def first_that_fits(

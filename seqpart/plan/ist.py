@@ -270,9 +270,7 @@ class SubnetPreparation(Planner):
     def _states(self) -> list[Any]:
         return state_layouts(self.chain, self.costs_at(self.full_batch), self.possible_optimizers()[0])
 
-    def _fitting(
-        self, problem: Problem, method: Method, request: PlanRequest, candidate: Candidate
-    ) -> tuple[Candidate, int]:  # fmt: skip
+    def _fitting(self, problem: Problem, method: Method, request: PlanRequest, candidate: Candidate) -> tuple[Candidate, int]:
         """`candidate` with a kept heap if there is room, or with one slot if there is no room for more; and its peak, which may
         still not fit."""
         training = self._training(request, candidate)

@@ -247,7 +247,7 @@ def _of_today(found: dict[str, Any]) -> dict[str, Any]:
                 "graph": "disk" if part.get("offloads_graph") else KEPT if part.get("keeps_graph") else RECOMPUTED,
             }
             for part in parts
-        ]  # fmt: skip
+        ]
     if version < 5:
         tier = found.pop("boundary_tier")  # one for all
         parts = [{**part, "boundary_tier": tier} for part in parts]

@@ -247,7 +247,7 @@ _sampled: "WeakKeyDictionary[Block, dict[object, tuple[BlockCost, BlockCost]]]" 
 
 def _measure_values(
     block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None, narrows: bool
-) -> BlockCost:  # fmt: skip
+) -> BlockCost:
     """Measures a block whose shapes depend on values, as experts' do, with real values of few rows. More rows are
     extrapolated from two such runs, and the trial at the plan's micro-batch adds what it takes beyond that."""
     rows, positions = taken[0].rows, max(prod(value.shape[1:-1]) for value in taken)
@@ -409,7 +409,7 @@ def _watch_training(
 
 def _run_in_training(
     block: Block, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     """Runs a forward pass. Raises ModelError if it changes a parameter: such a change is lost when the partition leaves."""
     ys, changed, _ = changes_of(module, tensors, xs)
     for name, tensor in tensors.items():

@@ -362,7 +362,7 @@ class CastUses(TorchDispatchMode):
 
 def changes_of(
     module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor]
-) -> tuple[tuple[torch.Tensor, ...], set[str], set[int]]:  # fmt: skip
+) -> tuple[tuple[torch.Tensor, ...], set[str], set[int]]:
     """Runs `module` on `xs` with `tensors` in place of its own. Returns (outputs, names of those of `tensors` that it changes
     in whatever way, storages that it writes into)."""
     changed = set[str]()
@@ -374,7 +374,7 @@ def changes_of(
 
 def _refuse_changes_of(
     names: Sequence[str], module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor]
-) -> None:  # fmt: skip
+) -> None:
     """Raises ModelError if a forward pass in training writes into buffers that the module also holds in attributes or lists."""
     module.train()
     with torch.no_grad():

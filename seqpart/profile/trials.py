@@ -263,7 +263,7 @@ class Trials:
             f"compiling takes {format_size(peak)} with what the process holds (torch's compiler, and a C++ compiler beside "
             f"it), and the limit leaves {format_size(most)} after its margin. Leave --compile out, or give more.",
             limit_for(peak + self.beside + _UNMEASURED),
-        )  # fmt: skip
+        )
 
     def _call_as_in_a_run(self, number: int, rows: int) -> None:
         """Calls a block once in every way that a run does: code is made for each. Weights may learn or not in evaluation."""
