@@ -330,7 +330,6 @@ class AtHome:
     """An optimizer that was just built, with state that lies in views of memory that somebody else owns."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, classes: Classes, *, learns: bool = False) -> None:
-        self.optimizer = optimizer
         self.knowledge = Knowledge(optimizer, classes, learns=learns)
         self._homes: list[tuple[nn.Parameter, str, Mapping[str, torch.Tensor], torch.Tensor | None]] = []
         self._waiting: list[tuple[nn.Parameter, Mapping[str, torch.Tensor], torch.Tensor]] = []
