@@ -12,20 +12,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from seqpart.capture import own_loss
 from seqpart.capture.cutting import Cutter, blocks_of
 from seqpart.capture.head import head_of
 from seqpart.capture.inputs import Form, described, refuse_misfit, takes_a_dict, unpacked
 from seqpart.capture.outputs import OtherRows, Outputs
-from seqpart.capture.own_loss import (
-    LABELS,
-    Labels,
-    OwnLoss,
-    loss_of,
-    name_of_labels,
-    refuse_labels_in_layers,
-    scores_in,
-    split_off,
-)
+from seqpart.capture.own_loss import LABELS, Labels, OwnLoss
 from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves, mapped
 from seqpart.capture.recorder import Inside, Recorder, program_of
 from seqpart.capture.sources import learned_through
@@ -118,7 +110,7 @@ def chain_and_loss(
     inputs = {one.name for one in form} | {getattr(model, "main_input_name", None)}
     given = Labels("", (), torch.int64)
     if labels is not None:
-        name = name_of_labels(model, inputs) if loss is None else ""
+        name = own_loss.name_of_labels(model, inputs) if loss is None else ""
         given = Labels(name, tuple(labels.shape[1:]), label_dtype(labels), loss)
     outputs = Outputs(None, None, given.shape, given.dtype, nullcontext)
     chain, *programs = _traced(_Asked(model, shape, dtype, form, given, autocast, outputs, in_chunks, row))
@@ -247,8 +239,8 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
         if labels is not None and (own := labels.loss) is not None:
             logits, given = scored_output(model, found), _taken(model, own, found, own_labels[0])
             found = {"loss": _recorded_by(recorder, partial(own, given, own_labels[0])), "logits": logits}
-        total = None if labels is None else loss_of(model, found)
-        taken, loss = (found, None) if total is None else split_off(recorder, model, found, total, outputs)
+        total = None if labels is None else own_loss.loss_of(model, found)
+        taken, loss = (found, None) if total is None else own_loss.split_off(recorder, model, found, total, outputs)
         if taken is None and outputs is not None and outputs.joined is not None:
             raise ModelError(
                 f'loss="model": the loss of {type(model).__name__} takes more tensors in training than in evaluation. Let it '
@@ -266,11 +258,11 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
             number = recorder.known(found) if join else loss.takes[0]
         head = None
         if asked.in_chunks:
-            head = head_of(model, recorder.ops, number if loss is None else scores_in(loss), recorder.shapes)
+            head = head_of(model, recorder.ops, number if loss is None else own_loss.scores_in(loss), recorder.shapes)
             number = head.states
         program = program_of(recorder, number, without)
         if loss is not None:
-            refuse_labels_in_layers(model, program.ops)
+            own_loss.refuse_labels_in_layers(model, program.ops)
         return replace(program, loss=loss, head=head)
 
 

@@ -265,10 +265,9 @@ def cross_entropy_of(program: Program) -> tuple[int, int, int, float] | None:
     """Returns (scores, labels, ignored label, smoothing) of a loss that ends with a cross-entropy mean that weighs all classes
     equally; else None."""
     op = program.ops[-1] if program.ops else None
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     if op is None or program.output not in op.makes or op.function is not F.cross_entropy:
         return None
-    given = dict(zip(names, op.args, strict=False)) | op.kwargs
+    given = inspect.signature(F.cross_entropy).bind(*op.args, **op.kwargs).arguments
     plain = given.get("weight") is None and given.get("size_average") is None and given.get("reduce") is None
     if not plain or given.get("reduction", "mean") != "mean":
         return None

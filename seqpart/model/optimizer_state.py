@@ -238,16 +238,15 @@ class Knowledge:
     def of(self, parameter: nn.Parameter, common: Sequence[Any], keep: Keep) -> list[Any]:
         """Returns the text, as JSON, of all that bears on a parameter. common: see `common`. Raises NoHomeError."""
         found = []
-        for part, places, (groups, own, odd) in zip(self._parts, self._places, common, strict=True):
-            held = part.state.get(parameter)
-            state = None if held is None else plain(dict(held), "", keep, self._classes, learns=self._learns)
+        for state, places, (groups, own, odd) in zip(self.state(parameter, keep), self._places, common, strict=True):
             place = places.get(id(parameter))
             found.append([state, groups[place] if place is not None else {}, own, odd])
         return found
 
     def state(self, parameter: nn.Parameter, keep: Keep) -> list[Any]:
         """Returns the parameter's state alone as JSON, for each of the optimizers."""
-        return [part[0] for part in self.of(parameter, [([{}] * len(p.param_groups), {}, {}) for p in self._parts], keep)]
+        held = (part.state.get(parameter) for part in self._parts)
+        return [None if one is None else plain(dict(one), "", keep, self._classes, learns=self._learns) for one in held]
 
     def learn(self, parameter: nn.Parameter, found: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Gives the optimizer what `of` returned, with the tensors of the state by name."""

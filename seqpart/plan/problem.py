@@ -388,11 +388,7 @@ def host_places(
         costs = problem.costs_at(micro_batches(problem)[0])
         waits = problem.defers_updates and states and len(parts) > 1  # gradients, at home, for their norm
         homes = [
-            (
-                round_up(max(cost.weights, 1)),
-                state.padded_nbytes if states else 0,
-                cost.gradient_layout.padded_nbytes if waits else 0,
-            )
+            (round_up(max(cost.weights, 1)), states * state.padded_nbytes, waits * cost.gradient_layout.padded_nbytes)
             for cost, state in zip(costs, problem.states, strict=True)
         ]
         placed = [[size for home in homes[first:last] for size in home if size] for first, last, _ in parts]
