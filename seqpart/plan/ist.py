@@ -122,8 +122,8 @@ def test_peak(problem: Problem, part: Part, rows: int) -> int:
     test = Phase(kind=PhaseKind.TEST, partition=0, rows=count, batch=rows, micro_batch=rows)
     phases = Phases([Epochs(train=test, epochs=0, following=(test,))])
     candidate: Candidate = Candidate(rows, (part,))
-    walked, steps, _ = simulate(phases, [part[2]], problem.machine.speeds, candidate.resources)
-    return max(peaks_by_partition(problem, candidate, walked, steps))
+    simulated = simulate(phases, [part[2]], problem.machine.speeds, candidate.resources)
+    return max(peaks_by_partition(problem, candidate, simulated))
 
 
 LOCAL_STEPS, GROUP = 20, 64
@@ -281,13 +281,11 @@ class SubnetPreparation(Planner):
             for keeps_heap in (True, False) if problem.machine.may_keep_heap and not candidate.resources.tiers else (False,):
                 resources = replace(candidate.resources, slots=slots, keeps_heap=keeps_heap)
                 found = replace(candidate, resources=resources)
-                walked, steps, _ = simulate(phases, costs, self.speeds, resources)
+                simulated = simulate(phases, costs, self.speeds, resources)
                 if keeps_heap:
-                    sizes = heaps_of(problem, max(works_of(steps, len(costs))), costs, streamed=True)
-                    found = with_heap(
-                        problem, found, sizes, partial(peaks_by_partition, problem, phases=walked, predicted_steps=steps)
-                    )
-                peak = max(peaks_by_partition(problem, found, walked, steps))
+                    sizes = heaps_of(problem, max(works_of(simulated.steps, len(costs))), costs, streamed=True)
+                    found = with_heap(problem, found, sizes, partial(peaks_by_partition, problem, simulated=simulated))
+                peak = max(peaks_by_partition(problem, found, simulated))
                 if peak <= problem.available:
                     return found, peak
         return found, peak

@@ -447,10 +447,11 @@ class Planner(Inputs):
         row_packs: Sequence[RowPack], places: planning.HostPlaces, recovery: Prediction | None, loss_chunks: int,
     ) -> Plan:  # fmt: skip
         resources = replace(candidate.resources, at_host=places.homes)
-        walked, predicted_steps, seconds = simulate(phases.of_stage(0), costs, self.speeds, resources)
+        simulated = simulate(phases.of_stage(0), costs, self.speeds, resources)
+        seconds = simulated.seconds
         rows = rows_for_memory(problem, () if self.exact else row_packs[:-1], recovery is not None, self.settings.views)
-        candidate = with_rows(problem, candidate, walked, predicted_steps, rows)
-        peaks = peaks_by_partition(problem, candidate, walked, predicted_steps)
+        candidate = with_rows(problem, candidate, simulated, rows)
+        peaks = peaks_by_partition(problem, candidate, simulated)
         used, parts = recovery.candidate if recovery is not None else candidate, []
         for p, ((first, last, _), part, cost) in enumerate(zip(candidate.parts, training, costs, strict=True)):
             reading, writing = planning.buffers_of(

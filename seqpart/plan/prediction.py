@@ -14,7 +14,7 @@ from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
 from seqpart.model.packs import DEVICE, tiers_of
 from seqpart.plan.problem import Candidate, Parts, Problem
-from seqpart.plan.simulator import PredictedStep, Resources, simulate
+from seqpart.plan.simulator import PredictedStep, Resources, Simulation, simulate
 from seqpart.profile.partition import PartitionCost
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases, rooms_for_gradients
@@ -101,13 +101,14 @@ def predict(
     phases = _phases(problem, method, Candidate(micro_batch, parts, resources, keeps, offloads))
     resources = replace(resources, gradients_room=rooms_for_gradients(phases))
     candidate = Candidate(micro_batch, parts, resources, keeps, offloads)
-    walked, predicted_steps, _ = simulate(phases, costs, problem.machine.speeds, resources)
-    works = works_of(predicted_steps, len(parts))
+    simulated = simulate(phases, costs, problem.machine.speeds, resources)
+    works = works_of(simulated.steps, len(parts))
     if resources.keeps_heap:
         sizes = heaps_of(problem, max(works), costs, streamed=not method.stays and len(parts) > 1)
-        candidate = with_heap(problem, candidate, sizes, lambda one: peaks_by_partition(problem, one, walked, predicted_steps))
-    peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
-    seconds, computing, moving, stepping = _seconds(predicted_steps, len(walked[0].partitions), problem.machine.contention)
+        candidate = with_heap(problem, candidate, sizes, lambda one: peaks_by_partition(problem, one, simulated))
+    peak = max(peaks_by_partition(problem, candidate, simulated))
+    count = len(simulated.phases[0].partitions)
+    seconds, computing, moving, stepping = _seconds(simulated.steps, count, problem.machine.contention)
     return Prediction(
         method=method, candidate=candidate, peak=peak, seconds=seconds, computing=computing, moving=moving, stepping=stepping,
         works=works,
@@ -178,13 +179,11 @@ def with_heap(
     return replace(candidate, heap=max(least, enough - max(0, over)))
 
 
-def peaks_by_partition(
-    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]
-) -> list[int]:
+def peaks_by_partition(problem: Problem, candidate: Candidate, simulated: Simulation) -> list[int]:
     """Peaks of the whole process or device while each partition works. A kept heap is there from the first step on."""
-    peaks = [0] * len(candidate.parts)
+    peaks, phases = [0] * len(candidate.parts), simulated.phases
     buffers = [_buffers(problem, candidate, phase) + rows_held(candidate.rows, phases, n) for n, phase in enumerate(phases)]
-    for predicted in predicted_steps:
+    for predicted in simulated.steps:
         p = predicted.step.partition
         work = predicted.slots if candidate.heap else predicted.peak
         peaks[p] = max(peaks[p], work + buffers[predicted.step.phase])
@@ -227,17 +226,14 @@ def rows_for_memory(problem: Problem, boundaries: Sequence[RowPack], recovers: b
     return rows | {p: sum(pack.home_bytes(count) for count in splits) for p, pack in enumerate(boundaries, 1)}
 
 
-def with_rows(
-    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep],
-    rows: Mapping[int, int],
-) -> Candidate:  # fmt: skip
+def with_rows(problem: Problem, candidate: Candidate, simulated: Simulation, rows: Mapping[int, int]) -> Candidate:
     """`candidate` with as many of `rows` (bytes by partition) in memory as the limit has room for; for a saved plan, those
     that it had there."""
     saved = problem.saved
     available = problem.available + (0 if saved is None else RUNTIME_VARIES)  # the runtime differs a little between processes
     for p, nbytes in rows.items() if saved is None else [(p, rows[p]) for p in sorted(saved.rows_in_memory & rows.keys())]:
         held = replace(candidate, rows={**candidate.rows, p: nbytes})
-        peak = max(peaks_by_partition(problem, held, phases, predicted_steps))
+        peak = max(peaks_by_partition(problem, held, simulated))
         if peak <= available:
             candidate = held
     return candidate

@@ -13,9 +13,8 @@ from seqpart.plan.dynamic import Piece, best_cut
 from seqpart.plan.plan import AS_ASKED, PlanWording
 from seqpart.plan.prediction import WALKED_UPDATES, heaps_of, peaks_by_partition, with_heap, works_of
 from seqpart.plan.problem import Candidate, Part, Problem
-from seqpart.plan.simulator import PredictedStep, Resources, simulate
+from seqpart.plan.simulator import Resources, Simulation, simulate
 from seqpart.profile.partition import PartitionCost
-from seqpart.schedule.phase import Phase
 from seqpart.schedule.phases import Phases
 from seqpart.units import format_size
 
@@ -113,7 +112,7 @@ def _peak_alone(problem: Problem, part: Part, micro_batch: int) -> int:
     return max(peaks_by_partition(problem, *_alone(problem, part, micro_batch)))
 
 
-def _alone(problem: Problem, part: Part, micro_batch: int) -> tuple[Candidate, Sequence[Phase], Sequence[PredictedStep]]:
+def _alone(problem: Problem, part: Part, micro_batch: int) -> tuple[Candidate, Simulation]:
     batch = problem.batch_size
     one = PartitionTraining(epochs=1, batch_size=batch, micro_batch=min(micro_batch, batch), trainable=part[2].trainable)
     rows = min(problem.train_rows, WALKED_UPDATES * batch)
@@ -123,20 +122,18 @@ def _alone(problem: Problem, part: Part, micro_batch: int) -> tuple[Candidate, S
     )  # fmt: skip
     # An inner partition's, with the phase that makes rows of its outputs.
     phases = Phases(problem.method.phases(work).stretches[:1])
-    walked, predicted_steps, _ = simulate(phases, [part[2]], problem.machine.speeds, Resources())
-    return Candidate(micro_batch, (part,)), walked, predicted_steps
+    return Candidate(micro_batch, (part,)), simulate(phases, [part[2]], problem.machine.speeds, Resources())
 
 
 def _with_heap(problem: Problem, candidate: Candidate) -> Candidate:
     """`candidate` with a heap that is kept for the whole run, if there is memory for it."""
     if not problem.machine.may_keep_heap:
         return candidate
-    simulated = [_alone(problem, part, candidate.micro_batch) for part in candidate.parts]
-    working = max(works_of(predicted_steps, 1)[0] for _, _, predicted_steps in simulated)
+    each = [_alone(problem, part, candidate.micro_batch) for part in candidate.parts]
+    working = max(works_of(simulated.steps, 1)[0] for _, simulated in each)
 
     def peaks(kept: Candidate) -> list[int]:
-        alone = (peaks_by_partition(problem, replace(one, heap=kept.heap), walked, steps) for one, walked, steps in simulated)
-        return [peak for (peak,) in alone]
+        return [peaks_by_partition(problem, replace(one, heap=kept.heap), simulated)[0] for one, simulated in each]
 
     kept = replace(candidate, resources=replace(candidate.resources, keeps_heap=True))
     kept = with_heap(problem, kept, heaps_of(problem, working, [cost for _, _, cost in candidate.parts]), peaks)

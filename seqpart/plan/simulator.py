@@ -543,14 +543,17 @@ class Simulator:
         return span.stop - span.start
 
 
-def simulate(
-    phases: Phases, partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources
-) -> tuple[list[Phase], list[PredictedStep], float]:
-    """Returns (phases simulated, predicted steps, seconds of the whole run). Only the first updates of a pass, and its last,
-    are simulated.
+class Simulation(NamedTuple):
+    """The phases of a run that were simulated, the steps of these, and the seconds of the whole run."""
 
-    Passes that differ in nothing but the epoch are simulated twice and counted.
-    """
+    phases: list[Phase]
+    steps: list[PredictedStep]
+    seconds: float
+
+
+def simulate(phases: Phases, partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources) -> Simulation:
+    """Simulates a run: of a pass only the first updates and the last, and of passes that differ in nothing but the epoch two,
+    which are counted."""
     short, more, stands_for = shortened(phases)
     simulator = Simulator(short, partitions, speeds, resources, stands_for=stands_for)
     predicted_steps = list(simulator.run(steps_of(short)))
@@ -568,4 +571,4 @@ def simulate(
             first = ends[number - 1][-1] if number else 0.0
         steady = (last - first) / max(1, short[number].updates - 1)
         seconds += steady * (updates * (1 + repeats) - short[number].updates)
-    return short, predicted_steps, seconds
+    return Simulation(short, predicted_steps, seconds)
