@@ -18,8 +18,8 @@ from seqpart.capture.head import head_of
 from seqpart.capture.inputs import Form, described, refuse_misfit, takes_a_dict, unpacked
 from seqpart.capture.outputs import OtherRows, Outputs
 from seqpart.capture.own_loss import LABELS, Labels, OwnLoss
-from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves, mapped
-from seqpart.capture.recorder import Inside, Recorder, program_of
+from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves, mapped, needed_for
+from seqpart.capture.recorder import Inside, Recorder
 from seqpart.capture.sources import learned_through
 from seqpart.capture.unrecorded import HiddenPath, extremes, refuse_memory
 from seqpart.errors import ModelError
@@ -29,7 +29,7 @@ from seqpart.model.loss_probe import generators_left_alone
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
 from seqpart.model.reductions import name_of
-from seqpart.model.tensors import with_tensors
+from seqpart.model.tensors import tensors_of, with_tensors
 from seqpart.model.tiling import Score, tile_of
 from seqpart.profile.fake_mode import FakeMode, quiet_log, quiet_random
 
@@ -233,8 +233,7 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
             return recorder, _recorded_by(recorder, partial(run_on_rows, model, rows, asked.form, named))
 
         recorder, found = ran()
-        recorder.refuse_changed_layers()
-        recorder.refuse_replaced_buffers(buffers)
+        recorder.refuse_changes(buffers)
         refuse_memory(before, outside, lambda: ran(again=True), recorder.remembers)
         if labels is not None and (own := labels.loss) is not None:
             logits, given = scored_output(model, found), _taken(model, own, found, own_labels[0])
@@ -260,10 +259,13 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
         if asked.in_chunks:
             head = head_of(model, recorder.ops, number if loss is None else own_loss.scores_in(loss), recorder.shapes)
             number = head.states
-        program = program_of(recorder, number, without)
+        ops, _ = needed_for({number}, recorder.ops, without=without)
         if loss is not None:
-            own_loss.refuse_labels_in_layers(model, program.ops)
-        return replace(program, loss=loss, head=head)
+            own_loss.refuse_labels_in_layers(model, ops)
+        return Program(
+            ops=ops, output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns), loss=loss, head=head,
+            reads=frozenset(recorder.reads),
+        )  # fmt: skip
 
 
 def _recorded_by(recorder: Recorder, run: Callable[[], Any]) -> Any:
@@ -347,7 +349,7 @@ def reached(
 @contextmanager
 def _on_fakes(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """A context in which the model has fake tensors, which it yields by name, and afterwards is as it was."""
-    mode, own = FakeMode(), {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    mode, own = FakeMode(), tensors_of(model)
     kept = left_as_they_are(model.modules())  # modes and attributes
     with without_key_caches(model), kept, quiet_random(_without_draws(model)), quiet_log():
         fakes = {name: fake_like(tensor, mode) for name, tensor in own.items()}

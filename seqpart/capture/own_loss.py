@@ -25,6 +25,7 @@ from seqpart.capture.segment import Segment, Steps
 from seqpart.errors import ModelError
 from seqpart.model.loss_chunks import Head, LossInChunks
 from seqpart.model.losses import LossFunction, scores_of
+from seqpart.model.tensors import tensors_of
 
 LABELS = 1
 """The number of the labels in a program that was recorded with labels."""
@@ -172,7 +173,7 @@ class OwnLoss:
         every = (*program.ops, *evaluation.ops)
         paths = dict.fromkeys(str(op.function) for op in every if op.is_module)
         self._modules = {path: copy.deepcopy(model.get_submodule(path)) for path in paths}
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        tensors = tensors_of(model)
 
         def kept(leaf: Any) -> Any:
             if not isinstance(leaf, Own):

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -22,7 +22,6 @@ from seqpart.capture.program import (
     Op,
     Own,
     OwnBackward,
-    Program,
     Ref,
     leaves,
     mapped,
@@ -339,14 +338,12 @@ class Recorder(TorchFunctionMode):
         path = self._paths.get(module, "")
         return Inside(why, f"{path or 'the model'} ({type(module).__name__})", module, path)
 
-    def refuse_changed_layers(self) -> None:
-        """Raises Inside if the model changed a layer from outside after its last call, as by emptying what it keeps."""
+    def refuse_changes(self, before: Mapping[nn.Module, Mapping[str, torch.Tensor | None]]) -> None:
+        """Raises Inside if the model changed a layer from outside after its last call, as by emptying what it keeps, or if a
+        forward outside of blocks assigned a new tensor to a buffer. before: their buffers by module."""
         for block in self._blocks:
             if why := self._layers.why_not(block):
                 raise Inside(why, self._blocks[block])
-
-    def refuse_replaced_buffers(self, before: Mapping[nn.Module, Mapping[str, torch.Tensor | None]]) -> None:
-        """Raises Inside if a forward outside of blocks assigned a new tensor to a buffer, which cannot be recorded."""
         for module, buffers in before.items():
             for name, tensor in buffers.items():
                 if module._buffers.get(name) is not tensor:
@@ -380,11 +377,3 @@ class Recorder(TorchFunctionMode):
             frame = frame.f_back
         path = self._paths.get(module, "")
         return f"{path or 'the model'} ({type(module).__name__}{found})"
-
-
-def program_of(recorder: Recorder, number: int, without: Set[int] = frozenset()) -> Program:
-    """Returns the recorded ops that output `number` needs, and those that change a buffer and take none of `without`."""
-    ops, _ = needed_for({number}, recorder.ops, without=without)
-    return Program(
-        ops=ops, output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns), reads=frozenset(recorder.reads)
-    )

@@ -438,7 +438,10 @@ class Inputs:
                     self.methods = tuple(method for method in self.methods if not method.cuts)
                     refuse_joint(optimizer, self.methods, late=late)
             if self._optimizer is not None and (self.settings.ram_limit or not self.device.shares_memory):
-                self.groups_by_identity = any(map(self._optimizer.groups_by_identity, *self._given()))
+                given = (
+                    (b.exported(s.name), b.alive.get_parameter(s.name)) for b, s in self._learning() if b.alive is not None
+                )
+                self.groups_by_identity = any(self._optimizer.groups_by_identity(*one) for one in given)
 
     def whole_optimizer(self, optimizer: Optimizer) -> Whole:
         """Returns an optimizer with the groups of all parameters that learn at any time, in the model's order. The user's is
@@ -458,11 +461,6 @@ class Inputs:
         """Yields each parameter that learns at any time, with its block."""
         for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True):
             yield from ((block, spec) for spec in cost.layout.specs if spec.name in cost.trainable)
-
-    def _given(self) -> tuple[list[str], list[nn.Parameter]]:
-        """Returns names and parameters of modules that were given alive, of those that learn."""
-        found = [(b.exported(s.name), b.alive.get_parameter(s.name)) for b, s in self._learning() if b.alive is not None]
-        return [name for name, _ in found], [parameter for _, parameter in found]
 
     def _wholes(self, learns: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """The larger parameters that some of `learns` are rows of."""

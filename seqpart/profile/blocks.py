@@ -465,8 +465,8 @@ def measure_loss(
     mode = FakeMode()
     module, tensors = (nn.Module(), dict[str, torch.Tensor]()) if block is None else block.fake(mode)
     with mode:
-        learns = dtype.is_floating_point or dtype.is_complex
-        given = [torch.empty((batch, *output_shape), dtype=dtype, requires_grad=learns), *map(mode.from_tensor, labels)]
+        output = torch.empty((batch, *output_shape), dtype=dtype, requires_grad=has_gradients(dtype))
+        given = [output, *map(mode.from_tensor, labels)]
     with mode, with_tensors(module, tensors), SameTypes(), LiveBytes(granule) as live:  # type: ignore[no-untyped-call]
         live.ignore([*given, *tensors.values()])
         loss(*given).backward()  # type: ignore[no-untyped-call]

@@ -484,12 +484,11 @@ def _alone(cost: BlockCost) -> int:
 
 def _weight_of_convolution(block: Block, *, dilated: bool) -> int:
     """Bytes of a block's largest weight of a convolution; of a dilated one in all threads, each of which has copies of it."""
-    found = [one for one in block.fake(FakeMode())[0].modules() if isinstance(one, _ConvNd)]
-    sizes = [
+    sizes = (
         one.out_channels * one.in_channels // one.groups * math.prod(one.kernel_size) * one.weight.itemsize
-        for one in found
-        if not dilated or max(one.dilation) > 1
-    ]  # a live module's weights are empty
+        for one in block.fake(FakeMode())[0].modules()
+        if isinstance(one, _ConvNd) and (not dilated or max(one.dilation) > 1)
+    )  # a live module's weights are empty
     return max(sizes, default=0) * (torch.get_num_threads() if dilated else 1)
 
 
