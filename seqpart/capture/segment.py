@@ -85,10 +85,8 @@ class Segment(nn.Module):
     def exported(self, name: str) -> str:
         """Returns the model's name of the tensor that is called `name` here."""
         top, _, rest = name.partition(".")
-        for theirs, ours in (*self._paths.items(), *self._names.items()):
-            if ours == top:
-                return f"{theirs}.{rest}" if theirs and rest else theirs or rest
-        raise KeyError(name)
+        theirs = {ours: theirs for theirs, ours in (*self._paths.items(), *self._names.items())}[top]
+        return f"{theirs}.{rest}" if theirs and rest else theirs or rest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segment":
         """Copies modules and tensors, also those of modules that are no blocks; the ops are shared."""

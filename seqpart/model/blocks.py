@@ -6,6 +6,7 @@ Between its visits to the device a block is its module with empty parameters.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -205,8 +206,8 @@ class Chain(Sequence[Block]):
     @property
     def notes(self) -> list[str]:
         """Remarks on the model for the user: tiles, quantized layers, parts that stay in evaluation."""
-        count = {whole: sum(one == whole for one in self.wholes.values()) for whole in self.wholes.values()}
-        layers = ", ".join(f"{whole} ({many})" for whole, many in count.items() if whole.endswith("weight"))
+        count = Counter(whole for whole in self.wholes.values() if whole.endswith("weight"))
+        layers = ", ".join(f"{whole} ({many})" for whole, many in count.items())
         tiles = [f"in tiles of at most {format_size(self.tile)}, by rows: {layers}"] if self.tile else []
         alive = [block.alive for block in self._blocks if block.alive is not None]
         return tiles + packed_in(alive) + modes_of(alive)

@@ -497,11 +497,8 @@ class Inputs:
     @property
     def functions(self) -> dict[str, str]:
         """Identifies the loss, and an optimizer that was given as a function, as far as that can be seen."""
-        optimizer, loss = self._optimizer, self._final_loss
-        return {
-            "optimizer": f"{optimizer.name} {optimizer.options}" if optimizer is not None else "of the settings",
-            "loss": name_with_settings(loss),
-        }
+        optimizer = "of the settings" if self._optimizer is None else f"{self._optimizer.name} {self._optimizer.options}"
+        return {"optimizer": optimizer, "loss": name_with_settings(self._final_loss)}
 
     @property
     def tuned(self) -> str:
