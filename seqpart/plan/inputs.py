@@ -117,7 +117,7 @@ class Inputs:
             elif in_chunks and final_loss is not None:
                 self.chain, final_loss = chain_and_recorded_loss(final_loss, model, *row, train.one_label(), cast, example)
             else:
-                outputs = outputs_for(final_loss, train, cast)
+                outputs = None if final_loss is None else outputs_for(final_loss, train, cast)
                 self.chain = chain_of(model, *row, cast, outputs, in_chunks=in_chunks, row=example)
                 if outputs is not None:
                     final_loss, self._why_not = outputs.joined or final_loss, outputs.why_not
@@ -680,9 +680,7 @@ def chain_and_recorded_loss(
         ) from error
 
 
-def outputs_for(loss: LossFunction | None, train: Split, autocast: torch.dtype | None) -> Outputs | None:
-    """Returns what joins the outputs of a model for a user's loss; None without one."""
-    if loss is None:
-        return None
+def outputs_for(loss: LossFunction, train: Split, autocast: torch.dtype | None) -> Outputs:
+    """Returns what joins the outputs of a model for a user's loss."""
     tried = LossOfSeveral(loss, train.label_form) if train.label_form else loss
     return Outputs(loss, tried, train.labels.shape[1:], train.label_type, partial(Device().autocast, autocast))

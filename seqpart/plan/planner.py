@@ -240,7 +240,8 @@ class Planner(Inputs):
         recovery = self._recovery(request, problem, candidate)
         head, whole = self.chain.head, self.chain.whole
         reasons = (
-            *reasons, *self._recovery_reasons(recovery), *([] if head is None else [head.note(request.loss_chunks)]),
+            *reasons, *([] if recovery is None else [self._recovery_in_words(recovery)]),
+            *([] if head is None else [head.note(request.loss_chunks)]),
             *self.chain.notes, *self.reading.notes, *self.trials.notes,
             *stages_in_words(whole, block_costs[: len(whole)], self.late, self.settings.frozen),
         )  # fmt: skip
@@ -326,16 +327,14 @@ class Planner(Inputs):
             choose_exact(asked, (STREAMED,))  # says in words what is missing
         return found
 
-    def _recovery_reasons(self, recovery: Prediction | None) -> list[str]:
-        if recovery is None:
-            return []
+    def _recovery_in_words(self, recovery: Prediction) -> str:
         candidate, settings = recovery.candidate, self.settings
         learns = "all partitions" if settings.recover == "all" else "all partitions but the last"
         rate = "" if settings.recovery_lr is None else f", learning rate {settings.recovery_lr:g}"
-        return [
+        return (
             f"recovery: {settings.recovery_epochs} epoch(s) of streamed back-propagation, {learns} learn, micro-batch "
             f"{candidate.micro_batch}, {candidate.resources.slots} slot(s), peak {format_size(recovery.peak)}{rate}"
-        ]
+        )
 
     def _stages(self, phases: Phases, candidate: Candidate, recovery: Prediction | None) -> tuple[Stage, ...]:
         def stage(end: int, used: Candidate, *, recovers: bool) -> Stage:
