@@ -12,22 +12,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from seqpart.capture import own_loss
 from seqpart.capture.cutting import Cutter, blocks_of
 from seqpart.capture.head import head_of
 from seqpart.capture.inputs import Form, described, refuse_misfit, takes_a_dict, unpacked
 from seqpart.capture.outputs import OtherRows, Outputs
-from seqpart.capture.own_loss import (
-    LABELS,
-    Labels,
-    OwnLoss,
-    loss_of,
-    name_of_labels,
-    refuse_labels_in_layers,
-    scores_in,
-    split_off,
-)
-from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves, mapped
-from seqpart.capture.recorder import Inside, Recorder, program_of
+from seqpart.capture.own_loss import LABELS, Labels, OwnLoss
+from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves, mapped, needed_for
+from seqpart.capture.recorder import Inside, Recorder
 from seqpart.capture.sources import learned_through
 from seqpart.capture.unrecorded import HiddenPath, extremes, refuse_memory
 from seqpart.errors import ModelError
@@ -37,7 +29,7 @@ from seqpart.model.loss_probe import generators_left_alone
 from seqpart.model.losses import LossFunction, label_dtype
 from seqpart.model.packs import ROWS
 from seqpart.model.reductions import name_of
-from seqpart.model.tensors import with_tensors
+from seqpart.model.tensors import tensors_of, with_tensors
 from seqpart.model.tiling import Score, tile_of
 from seqpart.profile.fake_mode import FakeMode, quiet_log, quiet_random
 
@@ -118,7 +110,7 @@ def chain_and_loss(
     inputs = {one.name for one in form} | {getattr(model, "main_input_name", None)}
     given = Labels("", (), torch.int64)
     if labels is not None:
-        name = name_of_labels(model, inputs) if loss is None else ""
+        name = own_loss.name_of_labels(model, inputs) if loss is None else ""
         given = Labels(name, tuple(labels.shape[1:]), label_dtype(labels), loss)
     outputs = Outputs(None, None, given.shape, given.dtype, nullcontext)
     chain, *programs = _traced(_Asked(model, shape, dtype, form, given, autocast, outputs, in_chunks, row))
@@ -241,39 +233,39 @@ def _recorded(asked: _Asked, blocks: Mapping[nn.Module, str], count: int, *, tra
             return recorder, _recorded_by(recorder, partial(run_on_rows, model, rows, asked.form, named))
 
         recorder, found = ran()
-        recorder.refuse_changed_layers()
-        recorder.refuse_replaced_buffers(buffers)
+        recorder.refuse_changes(buffers)
         refuse_memory(before, outside, lambda: ran(again=True), recorder.remembers)
         if labels is not None and (own := labels.loss) is not None:
             logits, given = scored_output(model, found), _taken(model, own, found, own_labels[0])
             found = {"loss": _recorded_by(recorder, partial(own, given, own_labels[0])), "logits": logits}
-        total = None if labels is None else loss_of(model, found)
-        taken, loss = (found, None) if total is None else split_off(recorder, model, found, total, outputs, training=training)
+        total = None if labels is None else own_loss.loss_of(model, found)
+        taken, loss = (found, None) if total is None else own_loss.split_off(recorder, model, found, total, outputs)
         if taken is None and outputs is not None and outputs.joined is not None:
             raise ModelError(
                 f'loss="model": the loss of {type(model).__name__} takes more tensors in training than in evaluation. Let it '
                 "take the same ones, or give a function (what the model returns, labels) -> loss."
             )
-        join = (
-            outputs.prepare(taken, recorder, training=training, total=total)
-            if outputs is not None and taken is not None
-            else None
-        )
+        join = None
+        if outputs is not None and taken is not None:
+            join = outputs.prepare(taken, recorder, total=total)
         if join is not None:
             found = _recorded_by(recorder, join)
-        without = frozenset[int]() if labels is None else following(LABELS, recorder.ops)
+        without = frozenset[int]() if labels is None else following({LABELS}, recorder.ops)
         if loss is None:
             number = recorder.known(scored_output(model, found, outputs.why_not if outputs else ""))
         else:
             number = recorder.known(found) if join else loss.takes[0]
         head = None
         if asked.in_chunks:
-            head = head_of(model, recorder.ops, number if loss is None else scores_in(loss), recorder.shapes)
+            head = head_of(model, recorder.ops, number if loss is None else own_loss.scores_in(loss), recorder.shapes)
             number = head.states
-        program = program_of(recorder, number, without)
+        ops, _ = needed_for({number}, recorder.ops, without=without)
         if loss is not None:
-            refuse_labels_in_layers(model, program.ops)
-        return replace(program, loss=loss, head=head)
+            own_loss.refuse_labels_in_layers(model, ops)
+        return Program(
+            ops=ops, output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns), loss=loss, head=head,
+            reads=frozenset(recorder.reads),
+        )  # fmt: skip
 
 
 def _recorded_by(recorder: Recorder, run: Callable[[], Any]) -> Any:
@@ -357,7 +349,7 @@ def reached(
 @contextmanager
 def _on_fakes(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """A context in which the model has fake tensors, which it yields by name, and afterwards is as it was."""
-    mode, own = FakeMode(), {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    mode, own = FakeMode(), tensors_of(model)
     kept = left_as_they_are(model.modules())  # modes and attributes
     with without_key_caches(model), kept, quiet_random(_without_draws(model)), quiet_log():
         fakes = {name: fake_like(tensor, mode) for name, tensor in own.items()}

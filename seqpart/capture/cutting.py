@@ -17,6 +17,7 @@ from seqpart.capture.segment import Segment, Steps
 from seqpart.model.blocks import Block, Chain, checked
 from seqpart.model.inspection import left_as_they_are
 from seqpart.model.packs import ROWS
+from seqpart.model.tensors import tensors_of
 from seqpart.model.tiling import Tiled, tile_of, whole_names
 
 
@@ -144,7 +145,7 @@ class Cutter:
             blocks.append(Block(place, name, segment, tuple(numbers[n] for n in taken), given))
             segment.unmoved = {
                 mode: tuple(own for own, part in segment.named_modules() if part in parts) for mode, parts in unmoved.items()
-            }  # fmt: skip
+            }
             blocks[-1].places = {own: places[id(p)] for own, p in segment.named_parameters() if id(p) in places}
         differentiable = frozenset(numbers[n] for n in training.learns if n in numbers)
         wholes, tile = whole_names(self._model), tile_of(self._model)
@@ -255,7 +256,7 @@ def _unmoved(model: nn.Module) -> dict[bool, set[nn.Module]]:
 def _owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Returns the module that has each parameter and buffer, and its name there, by its first name in the model."""
     found = {}
-    for name in (*dict(model.named_parameters()), *dict(model.named_buffers())):
+    for name in tensors_of(model):
         path, _, leaf = name.rpartition(".")
         found[name] = (model.get_submodule(path), leaf)
     return found

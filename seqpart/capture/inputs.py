@@ -146,13 +146,9 @@ def packed(x: object, form: Form, where: str) -> torch.Tensor:
             raise DataError(
                 f"{where}: NaN or infinity in {name or 'an input'}. Clean the data: one such row spoils every weight."
             )
-        rows[:, one.offset : one.offset + one.nbytes] = _bytes_of(tensor, one)
+        own = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)  # a tensor of one number may have any stride
+        rows[:, one.offset : one.offset + one.nbytes] = own.view(torch.uint8).view(-1, one.nbytes)
     return rows
-
-
-def _bytes_of(tensor: torch.Tensor, one: Input) -> torch.Tensor:
-    """The bytes of an input of some rows, (rows, bytes). A copy, since a tensor of one number may have any stride."""
-    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).view(-1, one.nbytes)
 
 
 def refuse_misfit(model: nn.Module, form: Form, labels: str = "") -> None:

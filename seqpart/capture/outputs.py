@@ -114,41 +114,35 @@ class Outputs:
             return None
         return LossOfOutputs(self._given, self._found, computes=self._computes)  # type: ignore[arg-type]
 
-    @property
-    def loss(self) -> LossFunction:
-        """The loss of the chain's output."""
-        assert self._given is not None
-        return self.joined or self._given
-
-    def sources(self, tensor: torch.Tensor, recorder: Recorder, *, training: bool) -> set[int] | None:
+    def sources(self, tensor: torch.Tensor, recorder: Recorder) -> set[int] | None:
         """Returns the numbers of the tensors that the loss is to compute this one from; None where it is kept itself."""
         name = recorder.name(tensor)
 
         def follows(number: int) -> bool:
-            of_rows = self._dim_of_rows(recorder.shapes[number], number, recorder, training) == 0
-            return of_rows and (training, number) not in self._compares
+            of_rows = self._dim_of_rows(recorder.shapes[number], number, recorder) == 0
+            return of_rows and (recorder.training, number) not in self._compares
 
-        if isinstance(name, str) or follows(name) or name not in following(ROWS, recorder.ops):  # the last looks at all ops
+        if isinstance(name, str) or follows(name) or name not in following({ROWS}, recorder.ops):  # the last looks at all ops
             return None
         found = sources_of(name, recorder, follows)
         self._computes |= found is not None
         return found
 
-    def _dim_of_rows(self, shape: Sequence[int], name: int | str, recorder: Recorder, training: bool) -> int | None:
+    def _dim_of_rows(self, shape: Sequence[int], name: int | str, recorder: Recorder) -> int | None:
         """Returns the dimension of a tensor of that shape and number or name that seems to follow the rows: the first, or else
         the only other one of that size."""
-        rows = recorder.shapes[ROWS][0]
-        if (training, name) in self._without_rows:
+        rows = recorder.rows
+        if (recorder.training, name) in self._without_rows:
             return None
-        if shape and shape[0] > 0 and not shape[0] % rows and (training, name) not in self._fixed:
+        if shape and shape[0] > 0 and not shape[0] % rows and (recorder.training, name) not in self._fixed:
             return 0
         return [*shape[1:]].index(rows) + 1 if [*shape[1:]].count(rows) == 1 else None
 
-    def _is_alone(self, found: Any, recorder: Recorder, training: bool) -> bool:
+    def _is_alone(self, found: Any, recorder: Recorder) -> bool:
         """True for a tensor of rows, which is not joined. Raises OtherRows if it seemed to be one for other rows."""
-        if not isinstance(found, torch.Tensor) or (self._found if not training else training in self._found):
+        if not isinstance(found, torch.Tensor) or (self._found if not recorder.training else True in self._found):
             return False
-        rows, key = recorder.shapes[ROWS][0], (training, recorder.name(found))
+        rows, key = recorder.rows, (recorder.training, recorder.name(found))
         alone = bool(found.ndim) and key not in self._fixed and (len(found) == rows or rows not in found.shape)
         if not alone and key in self._alone:
             self._alone.remove(key)
@@ -158,36 +152,36 @@ class Outputs:
         return alone
 
     def prepare(
-        self, found: Any, recorder: Recorder, *, training: bool, total: torch.Tensor | None = None
-    ) -> Callable[[], torch.Tensor] | None:  # fmt: skip
+        self, found: Any, recorder: Recorder, *, total: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor] | None:
         """Returns a function that joins what a model returned; None if the loss is to get one tensor of it.
 
         total: the model's own loss. Raises ModelError if the loss takes what it returns in training and not what it returns in
         evaluation, OtherRows, Differs.
         """
-        if self._is_alone(found, recorder, training):
+        if self._is_alone(found, recorder):
             return None
-        rows, tensors = recorder.shapes[ROWS][0], tensors_in(found)
+        rows, tensors = recorder.rows, tensors_in(found)
         if not tensors:
             self.why_not = (
                 f"a {type(found).__name__} is not read: expected tuples, lists, dicts, dataclasses, or tensors in them."
             )
             return None
-        if training not in self._found:
-            used = self._tried(found, tensors, rows, training) if total is None else learned_through([total], tensors)
+        if recorder.training not in self._found:
+            used = self._tried(found, tensors, recorder) if total is None else learned_through([total], tensors)
             if used is None:
                 return None
-            self._kept[training] = self._keeps(tensors, used, recorder, training)
-            self._found[training], self._rows = self._described(found, tensors, recorder, training), rows
+            self._kept[recorder.training] = self._keeps(tensors, used, recorder)
+            self._found[recorder.training], self._rows = self._described(found, tensors, recorder), rows
             self._shapes = dict(recorder.shapes)
         elif rows != self._rows:
-            self._compare(found, tensors, recorder, training)
-        described, kept = self._found[training], self._kept[training].tensors(tensors, recorder)
+            self._compare(found, tensors, recorder)
+        described, kept = self._found[recorder.training], self._kept[recorder.training].tensors(tensors, recorder)
         return lambda: described.joined(kept, rows)
 
-    def _tried(self, found: Any, tensors: Sequence[torch.Tensor], rows: int, training: bool) -> list[bool] | None:
+    def _tried(self, found: Any, tensors: Sequence[torch.Tensor], recorder: Recorder) -> list[bool] | None:
         """Tells for each tensor whether the loss has a gradient for it; None where the loss does not take them."""
-        if not training and True not in self._found:
+        if not recorder.training and True not in self._found:
             return None
         own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         copies = [tensor.clone() for tensor in own]  # a loss may write into them
@@ -196,7 +190,7 @@ class Outputs:
         shape, dtype = self._labels
         try:
             with self._autocast(), generators_left_alone():
-                total = total_of(self._loss(given, torch.zeros((rows, *shape), dtype=dtype)))
+                total = total_of(self._loss(given, torch.zeros((recorder.rows, *shape), dtype=dtype)))
             self._refuse_shared(tensors, [copy._version > 0 for copy in copies])
             return learned_through([total], own)
         except (DataDependentOutputException, DynamicOutputShapeException):  # it came so far; the plan says what is wrong
@@ -204,8 +198,8 @@ class Outputs:
         except ModelError:
             raise
         except Exception as error:
-            if training:
-                self.why_not = f"{type(error).__name__}: {error} (tried on {rows} rows)."
+            if recorder.training:
+                self.why_not = f"{type(error).__name__}: {error} (tried on {recorder.rows} rows)."
                 return None
             raise ModelError(
                 f"loss {name_of(self._given)}: it takes what the model returns in training, and fails on what it returns in "
@@ -223,20 +217,20 @@ class Outputs:
                 "memory with another. Here each has its own: let the loss write into a clone()."
             )
 
-    def _keeps(self, tensors: Sequence[torch.Tensor], used: Sequence[bool], recorder: Recorder, training: bool) -> _Kept:
+    def _keeps(self, tensors: Sequence[torch.Tensor], used: Sequence[bool], recorder: Recorder) -> _Kept:
         """Decides which tensors are joined, left out, and computed from others. used: true for those with a gradient."""
         if self._given is None:  # what its loss takes has been decided
             names = frozenset(map(recorder.name, tensors))
             return _Kept(tuple(range(len(tensors))), ("",) * len(tensors), (), tuple(used), None, names)
         places, left_out, computed, sources = list[int](), list[str](), list[int](), set[int]()
         for place, (tensor, own) in enumerate(zip(tensors, used, strict=True)):
-            taken = self.sources(tensor, recorder, training=training) if own or not tensor.requires_grad else None
+            taken = self.sources(tensor, recorder) if own or not tensor.requires_grad else None
             if taken is not None:
                 computed.append(place)
                 sources |= taken
             else:
                 places.append(place)
-                left_out.append("" if own else self._why_left_out(tensor, recorder, training))
+                left_out.append("" if own else self._why_left_out(tensor, recorder))
         numbers = [recorder.name(tensors[place]) for place in places]
         others = tuple(sorted(sources - set(numbers)))
         takes = [tensors[place] for place in places] + [recorder.tensor(number) for number in others]
@@ -247,22 +241,22 @@ class Outputs:
             Computed([recorder.known(tensors[place]) for place in computed], sorted(sources), recorder) if computed else None,
         )  # fmt: skip
 
-    def _why_left_out(self, tensor: torch.Tensor, recorder: Recorder, training: bool) -> str:
+    def _why_left_out(self, tensor: torch.Tensor, recorder: Recorder) -> str:
         name = recorder.name(tensor)
-        if (training, name) in self._compares:
+        if (recorder.training, name) in self._compares:
             return COMPARES
-        if self._dim_of_rows(tensor.shape, name, recorder, training) is not None:
+        if self._dim_of_rows(tensor.shape, name, recorder) is not None:
             return ""
-        return OF_BATCH if name in following(ROWS, recorder.ops) else ""
+        return OF_BATCH if name in following({ROWS}, recorder.ops) else ""
 
-    def _described(self, found: Any, tensors: Sequence[torch.Tensor], recorder: Recorder, training: bool) -> Returned:
-        kept = self._kept[training]
+    def _described(self, found: Any, tensors: Sequence[torch.Tensor], recorder: Recorder) -> Returned:
+        kept = self._kept[recorder.training]
         joined = kept.tensors(tensors, recorder)
         floats = [tensor.dtype.to_real() for tensor in joined if has_gradients(tensor.dtype)]
         dtype = torch.float32 if not floats else floats[0]
         for other in floats:
             dtype = torch.promote_types(dtype, other)
-        parts = self._parts(joined, recorder, training, dtype)
+        parts = self._parts(joined, recorder, dtype)
         computed = [place for place in range(len(tensors)) if place not in kept.places]
         order = [*kept.places, *(len(tensors) + number for number in range(len(kept.sources))), *computed]
         refs = iter([Ref(order.index(place)) for place in range(len(tensors))])
@@ -270,28 +264,26 @@ class Outputs:
         names, takes = [recorder.name(tensor) for tensor in joined], () if kept.computed is None else kept.computed.sources
         described = Returned(tree, parts, dtype, takes=tuple(map(names.index, takes)))
         whole = self._found.get(True)
-        if training or whole is None:
+        if recorder.training or whole is None:
             return described
         alike = repr(whole.tree) == repr(tree) and [_kind(part) for part in whole.parts] == [_kind(part) for part in parts]
         if alike and kept.computed is None and whole.computes is None:
             return whole
         return replace(described, extra=int(sum(described.widths) == sum(whole.widths)))
 
-    def _parts(
-        self, tensors: Sequence[torch.Tensor], recorder: Recorder, training: bool, dtype: torch.dtype
-    ) -> tuple[Part, ...]:  # fmt: skip
+    def _parts(self, tensors: Sequence[torch.Tensor], recorder: Recorder, dtype: torch.dtype) -> tuple[Part, ...]:
         """Returns the parts of the joined tensor, whose type is `dtype`."""
-        kept, of_batch = self._kept[training], following(ROWS, recorder.ops)
+        kept, of_batch = self._kept[recorder.training], following({ROWS}, recorder.ops)
         left_out = (*kept.left_out, *("" for _ in kept.sources))
         found = []
         for tensor, why, used in zip(tensors, left_out, kept.used, strict=True):
             name = recorder.name(tensor)
-            part = self._part(tensor, recorder, training, dtype) if not why else Part((), tensor.dtype, 0, left_out=why)
+            part = self._part(tensor, recorder, dtype) if not why else Part((), tensor.dtype, 0, left_out=why)
             found.append(replace(part, used=used, from_layer=not (why or part.times) and name in of_batch))
         return tuple(found)
 
-    def _part(self, tensor: torch.Tensor, recorder: Recorder, training: bool, dtype: torch.dtype) -> Part:
-        rows, dim = recorder.shapes[ROWS][0], self._dim_of_rows(tensor.shape, recorder.name(tensor), recorder, training)
+    def _part(self, tensor: torch.Tensor, recorder: Recorder, dtype: torch.dtype) -> Part:
+        rows, dim = recorder.rows, self._dim_of_rows(tensor.shape, recorder.name(tensor), recorder)
         shape = tuple(size for place, size in enumerate(tensor.shape) if place != dim)
         times = 0 if dim is None else tensor.shape[dim] // rows
         width = tensor.numel() if dim is None else tensor.numel() // rows
@@ -315,26 +307,24 @@ class Outputs:
             )
         return replace(described, tree=tree)
 
-    def _compare(self, found: Any, tensors: Sequence[torch.Tensor], recorder: Recorder, training: bool) -> None:
+    def _compare(self, found: Any, tensors: Sequence[torch.Tensor], recorder: Recorder) -> None:
         """Compares with the run of other rows. Raises OtherRows, ModelError, Differs."""
-        described, kept, rows = self._found[training], self._kept[training], recorder.shapes[ROWS][0]
+        described, kept, rows = self._found[recorder.training], self._kept[recorder.training], recorder.rows
         if other_names := kept.names - set(map(recorder.name, tensors)):  # they seemed to be of rows
-            self._fixed |= {(training, name) for name in other_names}
+            self._fixed |= {(recorder.training, name) for name in other_names}
             self._found.clear()
             raise OtherRows
         described = self._without_lists_of_rows(found, described, kept)
         parts, joined = [], kept.tensors(tensors, recorder)
-        comparing = {(training, recorder.name(tensor)) for tensor in joined} & {
-            (training, number) for number in comparing_rows(recorder.shapes, self._shapes, recorder.ops)
+        comparing = {(recorder.training, recorder.name(tensor)) for tensor in joined} & {
+            (recorder.training, number) for number in comparing_rows(recorder.shapes, self._shapes, recorder.ops)
         }
         if comparing - self._compares:
             self._compares |= comparing
             self._found.clear()
             raise OtherRows
-        for tensor, part, other in zip(
-            joined, described.parts, self._parts(joined, recorder, training, described.dtype), strict=True
-        ):
-            name = (training, recorder.name(tensor))
+        for tensor, part, other in zip(joined, described.parts, self._parts(joined, recorder, described.dtype), strict=True):
+            name = (recorder.training, recorder.name(tensor))
             known = self._compares
             if moved := (other.times, other.dim) != (part.times, part.dim):
                 known = self._fixed if other.times and part.times else self._without_rows
@@ -353,13 +343,13 @@ class Outputs:
         if kept.computed is not None:
             computes = kept.computed.merged(recorder, self._rows, rows)
         values: list[Any] = []
-        alike = _without_lists(found, self._found[training].tree)
+        alike = _without_lists(found, self._found[recorder.training].tree)
         mapped(alike, lambda leaf: None if isinstance(leaf, torch.Tensor) else values.append(leaf))
         others = iter(values)
         tree = mapped(
             described.tree, lambda leaf: leaf if isinstance(leaf, Ref) else _merged(leaf, next(others), self._rows, rows)
         )
-        self._found[training] = replace(described, tree=tree, parts=tuple(parts), computes=computes)
+        self._found[recorder.training] = replace(described, tree=tree, parts=tuple(parts), computes=computes)
 
 
 def _without_lists(tree: Any, other: Any) -> Any:

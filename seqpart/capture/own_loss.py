@@ -25,6 +25,7 @@ from seqpart.capture.segment import Segment, Steps
 from seqpart.errors import ModelError
 from seqpart.model.loss_chunks import Head, LossInChunks
 from seqpart.model.losses import LossFunction, scores_of
+from seqpart.model.tensors import tensors_of
 
 LABELS = 1
 """The number of the labels in a program that was recorded with labels."""
@@ -57,25 +58,26 @@ def name_of_labels(model: nn.Module, inputs: Iterable[str | None]) -> str:
 
 
 def split_off(
-    recorder: Recorder, model: nn.Module, found: Any, total: torch.Tensor, outputs: Outputs | None, *, training: bool
-) -> tuple[list[torch.Tensor] | None, Program]:  # fmt: skip
+    recorder: Recorder, model: nn.Module, found: Any, total: torch.Tensor, outputs: Outputs | None
+) -> tuple[list[torch.Tensor] | None, Program]:
     """Returns (what the loss takes beside the labels, the loss as a program of that and the labels), of a run that returned
     `found`, with the loss `total`. None in the place of the first: the scored output is enough."""
     loss, one = recorder.known(total), _scored(found)
-    with_labels = following(LABELS, recorder.ops)
+    with_labels = following({LABELS}, recorder.ops)
     scored, taken = recorder.known(one) if one is not None else _last_given(recorder, loss), None
     numbers: tuple[int, ...] = () if scored is None else (scored,)
 
     def of_the_rest() -> tuple[tuple[Op, ...], set[int], bool]:
         """(ops of the loss, numbers that they lack, true if the loss is no function of `numbers` and the labels)."""
         ops, free = needed_for({loss}, recorder.ops, {*numbers, LABELS})
-        return ops, free, not numbers or bool(free) or any(op.is_module and _learns(model, op) for op in ops)
+        layers = (model.get_submodule(str(op.function)) for op in ops if op.is_module)
+        return ops, free, not numbers or bool(free) or any(True for layer in layers for _ in layer.parameters())
 
     ops, free, lacks = of_the_rest()
     if lacks:
         taken = _frontier(recorder, loss, one, with_labels)
         if outputs is not None:
-            taken = _with_sources(taken, one, recorder, outputs, training)
+            taken = _with_sources(taken, one, recorder, outputs)
         numbers = tuple(recorder.known(tensor) for tensor in taken)
         ops, free, lacks = of_the_rest()
     owned = set().union(*(op.owned for op in ops))
@@ -104,12 +106,12 @@ def _frontier(recorder: Recorder, loss: int, scored: torch.Tensor | None, with_l
 
 
 def _with_sources(
-    taken: list[torch.Tensor], scored: torch.Tensor | None, recorder: Recorder, outputs: Outputs, training: bool
-) -> list[torch.Tensor]:  # fmt: skip
+    taken: list[torch.Tensor], scored: torch.Tensor | None, recorder: Recorder, outputs: Outputs
+) -> list[torch.Tensor]:
     """Returns `taken` with the tensors of rows that numbers of the batch are computed from in the place of these."""
     found: dict[int | str, torch.Tensor] = {}
     for tensor in taken:
-        sources = None if tensor is scored else outputs.sources(tensor, recorder, training=training)
+        sources = None if tensor is scored else outputs.sources(tensor, recorder)
         found |= {recorder.name(one): one for one in ([tensor] if sources is None else map(recorder.tensor, sorted(sources)))}
     return list(found.values())
 
@@ -147,29 +149,23 @@ def _scored(found: Any) -> torch.Tensor | None:
 
 def _last_given(recorder: Recorder, loss: int) -> int | None:
     """Returns the output of the layer that the loss is computed from; None if it is computed from several."""
-    layers = {number for op in recorder.ops if op.is_module for number in op.makes} - following(LABELS, recorder.ops)
+    layers = {number for op in recorder.ops if op.is_module for number in op.makes} - following({LABELS}, recorder.ops)
     ops, _ = needed_for({loss}, recorder.ops, layers | {LABELS})
     found = {number for op in ops for number in op.uses & layers}
     return found.pop() if len(found) == 1 else None
-
-
-def _learns(model: nn.Module, op: Op) -> bool:
-    return any(True for _ in model.get_submodule(str(op.function)).parameters())
 
 
 class OwnLoss:
     """The model's own loss (output, labels) -> scalar. For a cross-entropy, `counts(labels)` is the number of labels in its
     mean."""
 
-    def __init__(
-        self, program: Program, evaluation: Program, model: nn.Module, outputs: Outputs, called: str
-    ) -> None:  # fmt: skip
+    def __init__(self, program: Program, evaluation: Program, model: nn.Module, outputs: Outputs, called: str) -> None:
         """evaluation: the loss in evaluation mode, computed where no gradients are. outputs: the tensors that it takes, where
         they are several. called: its name in messages.
 
         Raises ModelError if it uses a parameter of the model.
         """
-        self._takes, self._joined = program.takes, outputs.joined
+        self._joined = outputs.joined
         if self._joined is not None:
             self.example = self._joined.example
             self.of_batch, self.from_layers = self._joined.of_batch, self._joined.from_layers
@@ -177,7 +173,7 @@ class OwnLoss:
         every = (*program.ops, *evaluation.ops)
         paths = dict.fromkeys(str(op.function) for op in every if op.is_module)
         self._modules = {path: copy.deepcopy(model.get_submodule(path)) for path in paths}
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        tensors = tensors_of(model)
 
         def kept(leaf: Any) -> Any:
             if not isinstance(leaf, Own):
@@ -202,7 +198,7 @@ class OwnLoss:
         if asked is not None:
             scores, labels, self._ignored, smoothing = asked
             self._smoothing = smoothing, smoothing if in_tests is None else in_tests[3]
-            if not needed_for({labels}, program.ops, {LABELS})[1] and labels in following(LABELS, program.ops):
+            if not needed_for({labels}, program.ops, {LABELS})[1] and labels in following({LABELS}, program.ops):
                 self._targets = part(steps(program, labels, from_labels=True))
                 self._scores = part(steps(program, scores))
                 self.counts = self._counted
@@ -270,10 +266,9 @@ def cross_entropy_of(program: Program) -> tuple[int, int, int, float] | None:
     """Returns (scores, labels, ignored label, smoothing) of a loss that ends with a cross-entropy mean that weighs all classes
     equally; else None."""
     op = program.ops[-1] if program.ops else None
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     if op is None or program.output not in op.makes or op.function is not F.cross_entropy:
         return None
-    given = dict(zip(names, op.args, strict=False)) | op.kwargs
+    given = inspect.signature(F.cross_entropy).bind(*op.args, **op.kwargs).arguments
     plain = given.get("weight") is None and given.get("size_average") is None and given.get("reduce") is None
     if not plain or given.get("reduction", "mean") != "mean":
         return None

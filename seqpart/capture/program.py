@@ -140,9 +140,9 @@ def needed_for(
     return tuple(reversed(kept)), needed - made
 
 
-def following(number: int, ops: Iterable[Op]) -> set[int]:
-    """Returns `number` and the numbers of all that is computed from it."""
-    found = {number}
+def following(numbers: Iterable[int], ops: Iterable[Op]) -> set[int]:
+    """Returns `numbers` and the numbers of all that is computed from them."""
+    found = set(numbers)
     for op in ops:
         if op.uses & found:
             found |= op.makes

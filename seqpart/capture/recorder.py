@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -22,7 +22,6 @@ from seqpart.capture.program import (
     Op,
     Own,
     OwnBackward,
-    Program,
     Ref,
     leaves,
     mapped,
@@ -99,7 +98,7 @@ class Recorder(TorchFunctionMode):
         self._again, self._row, self._hidden = again, row, HiddenPaths(names)
         self._count, self._inside, self._attention = 0, 0, tuple(_cur_sdpa_kernel_backends())
         self._stack: list[nn.Module] = []
-        self._training, self._seed = training, torch.initial_seed()
+        self.training, self._seed = training, torch.initial_seed()
         self._zeroes = dict[nn.Module, list[bool | None]]()
         """{last layer of an nn.TransformerEncoder: for each call, the last one first, whether padding becomes 0 after it}."""
 
@@ -118,6 +117,11 @@ class Recorder(TorchFunctionMode):
     def tensor(self, number: int) -> torch.Tensor:
         """Returns the tensor that has this number now."""
         return next(tensor for tensor in self._alive if self._numbers[id(tensor)] == number)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self.shapes[ROWS][0]
 
     @property
     def current(self) -> set[int]:
@@ -211,7 +215,7 @@ class Recorder(TorchFunctionMode):
             return
         first, last = encoder.layers[0], encoder.layers[-1]
         learns = torch.is_grad_enabled() and any(one.requires_grad for one in (src, *first.parameters()))
-        zeroes = not first.training and not (self._training and learns)
+        zeroes = not first.training and not (self.training and learns)
         self._zeroes[last] = [zeroes] + [None] * (sum(layer is last for layer in encoder.layers) - 1)
 
     def _from_row(self, given: Any) -> dict[int, torch.Tensor]:
@@ -334,14 +338,12 @@ class Recorder(TorchFunctionMode):
         path = self._paths.get(module, "")
         return Inside(why, f"{path or 'the model'} ({type(module).__name__})", module, path)
 
-    def refuse_changed_layers(self) -> None:
-        """Raises Inside if the model changed a layer from outside after its last call, as by emptying what it keeps."""
+    def refuse_changes(self, before: Mapping[nn.Module, Mapping[str, torch.Tensor | None]]) -> None:
+        """Raises Inside if the model changed a layer from outside after its last call, as by emptying what it keeps, or if a
+        forward outside of blocks assigned a new tensor to a buffer. before: their buffers by module."""
         for block in self._blocks:
             if why := self._layers.why_not(block):
                 raise Inside(why, self._blocks[block])
-
-    def refuse_replaced_buffers(self, before: Mapping[nn.Module, Mapping[str, torch.Tensor | None]]) -> None:
-        """Raises Inside if a forward outside of blocks assigned a new tensor to a buffer, which cannot be recorded."""
         for module, buffers in before.items():
             for name, tensor in buffers.items():
                 if module._buffers.get(name) is not tensor:
@@ -375,11 +377,3 @@ class Recorder(TorchFunctionMode):
             frame = frame.f_back
         path = self._paths.get(module, "")
         return f"{path or 'the model'} ({type(module).__name__}{found})"
-
-
-def program_of(recorder: Recorder, number: int, without: Set[int] = frozenset()) -> Program:
-    """Returns the recorded ops that output `number` needs, and those that change a buffer and take none of `without`."""
-    ops, _ = needed_for({number}, recorder.ops, without=without)
-    return Program(
-        ops=ops, output=number, shapes=recorder.shapes, learns=frozenset(recorder.learns), reads=frozenset(recorder.reads)
-    )

@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,14 @@ class Steps:
     gives: tuple[int, ...]
     rows: int | None
     """Index of the input that has the number of rows, if that is needed."""
+    used_up: list[list[int]] = field(init=False)
+    """For each op the numbers that no later op uses."""
+
+    def __post_init__(self) -> None:
+        last = {number: place for place, op in enumerate(self.ops) for number in (*op.makes, *op.uses)}
+        spare = {number: place for number, place in last.items() if number not in self.gives}
+        used_up = [[number for number, where in spare.items() if where == place] for place in range(len(self.ops))]
+        object.__setattr__(self, "used_up", used_up)
 
 
 class _Written(dict[str, torch.Tensor | None]):
@@ -56,7 +64,6 @@ class Segment(nn.Module):
         self.unmoved: dict[bool, tuple[str, ...]] = {True: (), False: ()}
         """Modules that stay in the other mode, by mode."""
         self._steps = {True: train, False: evaluate}
-        self._used_up = {mode: _used_up(steps) for mode, steps in self._steps.items()}
         self._paths = {path: str(number) for number, path in enumerate(modules)}
         self._names = {name: f"own{number}" for number, name in enumerate(tensors)}
         self._buffers = _Written({self._names[name]: owner for name, owner in tensors.items()})
@@ -78,10 +85,8 @@ class Segment(nn.Module):
     def exported(self, name: str) -> str:
         """Returns the model's name of the tensor that is called `name` here."""
         top, _, rest = name.partition(".")
-        for theirs, ours in (*self._paths.items(), *self._names.items()):
-            if ours == top:
-                return f"{theirs}.{rest}" if theirs and rest else theirs or rest
-        raise KeyError(name)
+        theirs = {ours: theirs for theirs, ours in (*self._paths.items(), *self._names.items())}[top]
+        return f"{theirs}.{rest}" if theirs and rest else theirs or rest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segment":
         """Copies modules and tensors, also those of modules that are no blocks; the ops are shared."""
@@ -130,16 +135,11 @@ class Segment(nn.Module):
         return taken, tuple(ops), relative([Ref(number) for number in steps.gives]), steps.rows
 
     def forward(self, *taken: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._run(self._steps[self.training], self._used_up[self.training], taken)
+        return self._run(self._steps[self.training], taken)
 
     def run_of(self, steps: Steps) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns a function of one tensor that runs other calls with this segment's modules and tensors."""
-        used_up = _used_up(steps)
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            return self._run(steps, used_up, (x,))[0]
-
-        return run
+        return lambda x: self._run(steps, (x,))[0]
 
     def parameters_of(self, op: Op) -> list[nn.Parameter]:
         """Returns the parameters of this segment that a call uses."""
@@ -147,12 +147,10 @@ class Segment(nn.Module):
         tensors = [getattr(self, self._names[name]) for name in sorted(op.owned)]
         return [*(one for module in modules for one in module.parameters()), *tensors]
 
-    def _run(
-        self, steps: Steps, used_up_by: Sequence[Sequence[int]], taken: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def _run(self, steps: Steps, taken: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         values = dict(zip(steps.takes, taken, strict=True))
         rows = 0 if steps.rows is None else len(taken[steps.rows])
-        for op, used_up in zip(steps.ops, used_up_by, strict=True):
+        for op, used_up in zip(steps.ops, steps.used_up, strict=True):
             self._do(op, values, rows, taken[0].device)
             for number in used_up:
                 values.pop(number, None)
@@ -209,10 +207,3 @@ def _is_one_call(steps: Steps) -> bool:
     tensors = [leaf for leaf in leaves((op.args, op.kwargs)) if isinstance(leaf, Ref | Own | torch.Tensor)]
     own = op.puts or op.more or op.autocast is not None or op.attention is not None
     return op.is_module and op.grad and not own and tensors == [Ref(taken)] and op.makes == {given}
-
-
-def _used_up(steps: Steps) -> list[list[int]]:
-    """Returns for each op the numbers that no later op uses."""
-    last = {number: place for place, op in enumerate(steps.ops) for number in (*op.makes, *op.uses)}
-    spare = {number: place for number, place in last.items() if number not in steps.gives}
-    return [[number for number, where in spare.items() if where == place] for place in range(len(steps.ops))]

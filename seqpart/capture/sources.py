@@ -28,7 +28,7 @@ def sources_of(number: int, recorder: Recorder, follows: Callable[[int], bool]) 
 
     follows: tells if the shape of a tensor follows the rows.
     """
-    of_rows = following(ROWS, recorder.ops)
+    of_rows = following({ROWS}, recorder.ops)
     makers = {made: op for op in recorder.ops for made in op.makes}
     now = recorder.current  # `to` and `contiguous` may return a tensor itself, under another number
     found, seen, left = set[int](), set[int](), [number]
@@ -45,7 +45,7 @@ def sources_of(number: int, recorder: Recorder, follows: Callable[[int], bool]) 
             return None
         else:
             left += op.uses
-    if sum(recorder.tensor(one).nbytes for one in found) > _MOST * recorder.shapes[ROWS][0]:
+    if sum(recorder.tensor(one).nbytes for one in found) > _MOST * recorder.rows:
         return None
     return found
 
@@ -55,16 +55,13 @@ def comparing_rows(shapes: Mapping[int, tuple[int, ...]], others: Mapping[int, t
 
     shapes, others: by number, in two runs with other rows. Two dimensions of scores of all pairs differ, and none of a mean.
     """
-    of_rows = following(ROWS, ops)
+    of_rows = following({ROWS}, ops)
     found = {
         number
         for number in of_rows & shapes.keys() & others.keys()
         if sum(one != other for one, other in zip(shapes[number], others[number], strict=False)) != 1
     }
-    for op in ops:
-        if op.uses & found:
-            found |= op.makes
-    return found
+    return following(found, ops)
 
 
 def learned_through(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[bool]:

@@ -53,11 +53,20 @@ _inside, _counting = 0, threading.Lock()
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """A context in which the compiler is not loaded for what can be answered without it. See [Note: the compiler]."""
-    enter()
+    global _inside
+    with _counting:
+        _inside += 1
+        if _inside == 1 and COMPILER not in sys.modules:
+            sys.meta_path.insert(0, _PARTS)
+            for stand_in in _STAND_INS:
+                stand_in.stand_in()
     try:
         yield
     finally:
-        leave()
+        with _counting:
+            _inside -= 1
+            if not _inside and _PARTS in sys.meta_path:
+                _give_way(_STAND_INS)
 
 
 @contextmanager
@@ -82,24 +91,6 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 def back_propagate(roots: Any, gradients: Any) -> None:
     with without_compiler():
         torch.autograd.backward(roots, grad_tensors=gradients)
-
-
-def enter() -> None:
-    global _inside
-    with _counting:
-        _inside += 1
-        if _inside == 1 and COMPILER not in sys.modules:
-            sys.meta_path.insert(0, _PARTS)
-            for stand_in in _STAND_INS:
-                stand_in.stand_in()
-
-
-def leave() -> None:
-    global _inside
-    with _counting:
-        _inside -= 1
-        if not _inside and _PARTS in sys.meta_path:
-            _give_way(_STAND_INS)
 
 
 class _StandIn(ModuleType):

@@ -6,6 +6,7 @@ Between its visits to the device a block is its module with empty parameters.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from seqpart.errors import ModelError
 from seqpart.model.compiled import Layers
 from seqpart.model.inspection import beside, left_as_they_are, modes_of, packed_in, structure_of
 from seqpart.model.loss_chunks import Head
-from seqpart.model.tensors import buffer_names, buffers_made, refuse_sharing, tensors_in_attributes, tensors_of
+from seqpart.model.tensors import refuse_sharing, tensors_in_attributes, tensors_of
 from seqpart.store.layout import stride_of
 from seqpart.units import format_size
 
@@ -49,6 +50,12 @@ class Block:
         takes: tuple[int, ...] | None = None, gives: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         self.number, self.name, self._source = number, name, source
+        self.home = f"block-{number:05d}"
+        """Name in the store of its weights."""
+        self.state_home, self.gradient_home = f"{self.home}.optimizer", f"{self.home}.gradients"
+        """Names in the store of its optimizer state, and of its gradients while they wait for their norm."""
+        self.narrow_home = f"{self.home}.narrow"
+        """Name in the store of copies of its weights in 16 bits, beside optimizer steps on the host."""
         self.draws_as = number
         """The block number that seeds its random numbers."""
         self.compiles = False
@@ -58,7 +65,7 @@ class Block:
         self.takes = (number,) if takes is None else takes
         self.gives = (number + 1,) if gives is None else gives
         self._module: nn.Module | None = None
-        self._buffers = frozenset[str]()
+        self._buffers: list[str] = []
         self.alive = source if isinstance(source, nn.Module) else None
         """The user's own module, which is empty during a run, and gets its weights back at the end."""
         self.places: dict[str, int] = {}
@@ -71,9 +78,10 @@ class Block:
         self.held_twice = [name for name, t in self.alive.named_buffers() if id(t) in held] if self.alive is not None else []
         """Buffers that its modules also hold in attributes or lists, which do not change when the buffers come and go."""
         self.tied: tuple[Tied, ...] = ()
-        self._same: object = id(source)
+        self.same_as: object = id(source)
+        """A key that is equal for blocks from one factory, and for layers of a whole model that are alike."""
         if self.is_cut_out and self.alive is not None:
-            self._same = structure_of(self.alive, self._shapes)
+            self.same_as = structure_of(self.alive, self._shapes)
 
     def __str__(self) -> str:
         return f"block {self.number} ({self.kind})"
@@ -86,31 +94,6 @@ class Block:
         while isinstance(source, functools.partial):
             source = source.func
         return getattr(source, "__name__", None) or type(source).__name__
-
-    @property
-    def same_as(self) -> object:
-        """A key that is equal for blocks from one factory, and for layers of a whole model that are alike."""
-        return self._same
-
-    @property
-    def home(self) -> str:
-        """Name in the store of its weights."""
-        return f"block-{self.number:05d}"
-
-    @property
-    def state_home(self) -> str:
-        """Name in the store of its optimizer state."""
-        return f"{self.home}.optimizer"
-
-    @property
-    def gradient_home(self) -> str:
-        """Name in the store of its gradients, while they wait for their norm."""
-        return f"{self.home}.gradients"
-
-    @property
-    def narrow_home(self) -> str:
-        """Name in the store of copies of its weights in 16 bits, beside optimizer steps on the host."""
-        return f"{self.home}.narrow"
 
     def fake(self, mode: FakeTensorMode) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         """Returns the module, and its parameters and buffers by name as fake tensors: shapes without memory."""
@@ -146,7 +129,7 @@ class Block:
         """Builds the real module, with random initial weights keyed by (seed, block)."""
         device.seed(seed, "build", self.number)
         module = self._source if isinstance(self._source, nn.Module) else _called(self._source, self)
-        self._module, self._buffers = module, buffer_names(module)
+        self._module, self._buffers = module, _buffers(module)
         return module
 
     def compiled(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -184,8 +167,9 @@ class Block:
 
     @property
     def buffers_made(self) -> list[str]:
-        """Names of buffers that were registered after the module was built."""
-        return buffers_made(self.module, self._buffers)
+        """Names of buffers that were registered after the module was built, by a forward pass, for example to cache a mask:
+        they are no part of the weights, and stay where they are, as tensors in plain attributes do."""
+        return [name for name in _buffers(self.module) if name not in self._buffers]
 
     @property
     def module(self) -> nn.Module:
@@ -222,8 +206,8 @@ class Chain(Sequence[Block]):
     @property
     def notes(self) -> list[str]:
         """Remarks on the model for the user: tiles, quantized layers, parts that stay in evaluation."""
-        count = {whole: sum(one == whole for one in self.wholes.values()) for whole in self.wholes.values()}
-        layers = ", ".join(f"{whole} ({many})" for whole, many in count.items() if whole.endswith("weight"))
+        count = Counter(whole for whole in self.wholes.values() if whole.endswith("weight"))
+        layers = ", ".join(f"{whole} ({many})" for whole, many in count.items())
         tiles = [f"in tiles of at most {format_size(self.tile)}, by rows: {layers}"] if self.tile else []
         alive = [block.alive for block in self._blocks if block.alive is not None]
         return tiles + packed_in(alive) + modes_of(alive)
@@ -368,6 +352,10 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         shape, dtype = tensor.shape, tensor.dtype
         fake = torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _buffers(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_buffers(remove_duplicate=False)]
 
 
 def _named(block: Block, module: nn.Module) -> dict[str, torch.Tensor]:

@@ -100,7 +100,6 @@ def _alone() -> int:
 
 
 def is_in_file(parameter: torch.Tensor) -> bool:
-    """True if the parameter's values lie in a file."""
     if parameter not in _MAPPED:
         return False
     return bool(_MAPPED[parameter][2].untyped_storage()._cdata == parameter.untyped_storage()._cdata)

@@ -326,12 +326,9 @@ class LiveModules:
             if taken.places and block.alive is not None and (now := tensors_of(block.alive).get(name)) is not None:
                 taken.back(now)
 
+    @undivided()
     def give_back(self) -> None:
         """Restores the modules, except for blocks given to `keep`. Raises StoreError where the file cannot be read."""
-        with undivided():
-            self._give_back()
-
-    def _give_back(self) -> None:
         if not self.away:
             self._meta.give_back()
             return

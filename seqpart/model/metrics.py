@@ -80,7 +80,7 @@ class Metrics:
         found = {**{f"loss/{name}": float(part) / (self.weight or 1) for name, part in self.parts.items()}, **found}
         return PhaseDone(
             phase=phase, loss=loss, accuracy=self.accuracy, rows=phase.rows, earlier=earlier, seconds=seconds, metrics=found
-        )  # fmt: skip
+        )
 
     def refuse_divergence(self, where: str) -> None:
         """Raises Diverged if the loss is not finite. Waits for the device."""
@@ -154,9 +154,7 @@ class OwnMetrics:
         """Values of the metrics over the pass, by name."""
         if not self._objects:
             return {name: total / self._rows for name, total in self._sums.items()}
-        return {
-            key: value for name, metric in self._objects.items() for key, value in _values(name, metric.compute()).items()
-        }  # fmt: skip
+        return {key: value for name, metric in self._objects.items() for key, value in _values(name, metric.compute()).items()}
 
 
 def own_metrics(asked: ComputeMetrics) -> OwnMetrics | None:

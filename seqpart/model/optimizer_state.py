@@ -7,7 +7,7 @@ its groups and attributes since it was built. An optimizer that is built anew an
 import enum
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -238,16 +238,15 @@ class Knowledge:
     def of(self, parameter: nn.Parameter, common: Sequence[Any], keep: Keep) -> list[Any]:
         """Returns the text, as JSON, of all that bears on a parameter. common: see `common`. Raises NoHomeError."""
         found = []
-        for part, places, (groups, own, odd) in zip(self._parts, self._places, common, strict=True):
-            held = part.state.get(parameter)
-            state = None if held is None else plain(dict(held), "", keep, self._classes, learns=self._learns)
+        for state, places, (groups, own, odd) in zip(self.state(parameter, keep), self._places, common, strict=True):
             place = places.get(id(parameter))
             found.append([state, groups[place] if place is not None else {}, own, odd])
         return found
 
     def state(self, parameter: nn.Parameter, keep: Keep) -> list[Any]:
         """Returns the parameter's state alone as JSON, for each of the optimizers."""
-        return [part[0] for part in self.of(parameter, [([{}] * len(p.param_groups), {}, {}) for p in self._parts], keep)]
+        held = (part.state.get(parameter) for part in self._parts)
+        return [None if one is None else plain(dict(one), "", keep, self._classes, learns=self._learns) for one in held]
 
     def learn(self, parameter: nn.Parameter, found: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Gives the optimizer what `of` returned, with the tensors of the state by name."""
@@ -258,18 +257,15 @@ class Knowledge:
             vars(part).update(self._read(own, parameter.device))
             for key, value in self._read(odd, parameter.device).items():
                 part.state[key] = value  # type: ignore[index]
-        self.lay([parameter], [[part[0] for part in found]], tensors)
+        self.lay(parameter, [part[0] for part in found], tensors)
 
-    def lay(
-        self, parameters: Iterable[nn.Parameter], states: Iterable[Sequence[Any]], tensors: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Sets the parameters' states to what `state` returned, made of these tensors."""
-        for parameter, each in zip(parameters, states, strict=True):
-            for part, state in zip(self._parts, each, strict=True):
-                if state is not None:
-                    part.state[parameter] = unplain(state, lambda found: tensors[found[1]], self._classes)
-                else:
-                    part.state.pop(parameter, None)
+    def lay(self, parameter: nn.Parameter, states: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Sets the parameter's state to what `state` returned, made of these tensors."""
+        for part, state in zip(self._parts, states, strict=True):
+            if state is not None:
+                part.state[parameter] = unplain(state, lambda found: tensors[found[1]], self._classes)
+            else:
+                part.state.pop(parameter, None)
 
     def _read(self, found: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         return {key: unplain(value, lambda one: _from_inline(one, device), self._classes) for key, value in found.items()}
@@ -333,8 +329,7 @@ class AtHome:
     """An optimizer that was just built, with state that lies in views of memory that somebody else owns."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, classes: Classes, *, learns: bool = False) -> None:
-        self.optimizer = optimizer
-        self.knowledge, self._classes = Knowledge(optimizer, classes, learns=learns), classes
+        self.knowledge = Knowledge(optimizer, classes, learns=learns)
         self._homes: list[tuple[nn.Parameter, str, Mapping[str, torch.Tensor], torch.Tensor | None]] = []
         self._waiting: list[tuple[nn.Parameter, Mapping[str, torch.Tensor], torch.Tensor]] = []
         self._steps = 0
@@ -382,7 +377,7 @@ class AtHome:
                 values = [one.clone() if one.untyped_storage().data_ptr() in owned else one for _, one in moved]
                 for (view, _), value in zip(moved, values, strict=True):
                     view.copy_(value)
-                self.knowledge.lay([parameter], [found], views)
+                self.knowledge.lay(parameter, found, views)
 
     def write(self) -> None:
         """Writes the texts, before the views are saved. Raises NoHomeError for what has none."""

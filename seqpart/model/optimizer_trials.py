@@ -8,7 +8,7 @@ that the optimizer makes in its own first step, with plain data beside it; last 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import prod
@@ -105,9 +105,7 @@ def explore(name: str, build: BuildNamed, wanted: Mapping[TensorSpec, str], foun
 
     Raises OptionError for one that refuses a kind of parameter, and for one that knows what can have no home.
     """
-    with ExitStack() as stack:
-        stack.enter_context(without_compiler())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+    with without_compiler(), torch.random.fork_rng(devices=[]):
         trial = _Trial(name, build, found.classes, dict(wanted))
         laid = trial.laid_out(wanted, 1 if is_known else _STEPS)
         if is_known or not wanted:
@@ -180,13 +178,11 @@ class _Halves(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
 
-def _without_numbers() -> AbstractContextManager[object]:
-    stack = ExitStack()
-    stack.enter_context(put_off())
-    # Not what torch does for kernels that it knows no shapes of: with real tensors, which may be as large as the model.
-    stack.enter_context(FakeTensorMode(allow_fallback_kernels=False))
-    stack.enter_context(_Halves())  # type: ignore[no-untyped-call]
-    return stack
+@contextmanager
+def _without_numbers() -> Iterator[None]:
+    # No fallback kernels: torch would run those that it knows no shapes of on real tensors, which may be as large as the model.
+    with put_off(), FakeTensorMode(allow_fallback_kernels=False), _Halves():  # type: ignore[no-untyped-call]
+        yield
 
 
 @dataclass(frozen=True)
@@ -357,13 +353,11 @@ def _likened(kind: TensorSpec, state: State) -> list[tuple[object, ...]]:
     return [(one.name, one.dtype, one.shape == kind.shape, len(one.shape)) for one in state if one.name != TEXT]
 
 
-def follows_numbers(kind: TensorSpec, state: State) -> bool:
-    """True if the state has only scalars, and tensors of the parameter's shape."""
-    return all(one.shape in ((), kind.shape) for one in state if one.name != TEXT)
-
-
-def is_alike(states: Mapping[TensorSpec, State]) -> bool:
-    """True if parameters of the same type and number of dimensions have the same state, whatever their sizes."""
+def follows_sizes(states: Mapping[TensorSpec, State]) -> bool:
+    """True if states have only scalars and tensors of the parameter's shape, and parameters of the same type and number of
+    dimensions have the same state, whatever their sizes."""
+    if any(one.shape not in ((), kind.shape) for kind, state in states.items() for one in state if one.name != TEXT):
+        return False
     found = {(kind.dtype, len(kind.shape)): _likened(kind, state) for kind, state in states.items()}
     return all(found[kind.dtype, len(kind.shape)] == _likened(kind, state) for kind, state in states.items())
 
@@ -403,14 +397,10 @@ def _first_difference(ones: Iterator[Step], others: Iterator[Step]) -> int | Non
     return None
 
 
-def _same(ones: Sequence[object], others: Sequence[object]) -> bool:
+def _same(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """True if all tensors are equal. NaN equals NaN: a learning rate that is far too high is not checked here."""
-    return all(
-        isinstance(a, torch.Tensor)
-        and isinstance(b, torch.Tensor)
-        and torch.equal(a.detach().nan_to_num(), b.detach().nan_to_num())
-        for a, b in zip(ones, others, strict=True)
-    )
+    pairs = zip(ones, others, strict=True)
+    return all(torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num()) for one, other in pairs)
 
 
 def _zeros(spec: TensorSpec) -> torch.Tensor:

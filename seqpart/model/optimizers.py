@@ -18,22 +18,12 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+import seqpart.model.optimizer_trials as trials
 from seqpart.device.compiler import take_step, without_compiler
 from seqpart.errors import CorruptFile, OptionError, refusing
 from seqpart.model.named_optimizers import NAMES, OF_BITSANDBYTES, OF_TORCH, ROOM_IN_8_BITS, SLICE, is_spared, named_build
 from seqpart.model.optimizer_state import TEXT, AtHome, NoHomeError, Several, empty_allowed, parts_of
-from seqpart.model.optimizer_trials import (
-    Build,
-    Found,
-    Temporaries,
-    explore,
-    follows_numbers,
-    groups_of,
-    is_alike,
-    kind_of,
-    looks_at_whole,
-    temporaries,
-)
+from seqpart.model.optimizer_trials import Build, Found, Temporaries
 from seqpart.model.rounding import NARROW, ROOM_TO_ROUND, RoundingSteps, average_into
 from seqpart.model.rounding import SLICE as ROUNDED_AT_ONCE
 from seqpart.model.scheduler import Groups, Scheduler, SchedulerFactory, Whole, note_rates, tune
@@ -120,14 +110,14 @@ class Optimizer:
         if in_lists not in known:
             with tried(self.name):
                 fused = self.build([_example()]).defaults.get("fused")
-                known[in_lists] = Temporaries() if fused else temporaries(self.build, in_lists=in_lists)
+                known[in_lists] = Temporaries() if fused else trials.temporaries(self.build, in_lists=in_lists)
         return known[in_lists]
 
     @functools.cached_property
     def whole(self) -> bool:
         """True if a step depends on a parameter as a whole, and not on each of its numbers alone."""
         with tried(self.name):
-            return looks_at_whole(self.build)
+            return trials.looks_at_whole(self.build)
 
     @property
     def is_bare(self) -> bool:
@@ -141,18 +131,18 @@ class Optimizer:
 
     def kind(self, name: str, spec: TensorSpec) -> TensorSpec:
         """All that a parameter's state depends on. name: in the model, if the function knows names."""
-        return kind_of(spec, self.found.groups.get(name, UNKNOWN) if self.named else "")
+        return trials.kind_of(spec, self.found.groups.get(name, UNKNOWN) if self.named else "")
 
     def try_on(self, parameters: Mapping[str, TensorSpec]) -> None:
         """Finds the state that it keeps for such parameters. Raises OptionError, naming the first that it cannot train."""
         if new := {name: spec for name, spec in parameters.items() if self.kind(name, spec) not in self.found.states}:
             with tried(self.name):
                 if self.named:
-                    self.found.groups |= groups_of(self.build, new)
+                    self.found.groups |= trials.groups_of(self.build, new)
                 wanted = dict[TensorSpec, str]()
                 for name, spec in new.items():
                     wanted.setdefault(self.kind(name, spec), name)
-                explore(self.name, self.build, wanted, self.found, is_known=self.is_known)
+                trials.explore(self.name, self.build, wanted, self.found, is_known=self.is_known)
         states = self.found.states.values()
         if self.average is not None and any(spec.name == AVERAGE for state in states for spec in state):
             raise OptionError(f"--ema: optimizer {self.name} keeps a state {AVERAGE!r} of its own. Leave --ema out.")
@@ -252,9 +242,7 @@ class Adopted:
 
 
 @functools.cache
-def choose(
-    name: str, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0, no_decay: str = ""
-) -> Optimizer:  # fmt: skip
+def choose(name: str, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.0, no_decay: str = "") -> Optimizer:
     """Returns an optimizer of NAMES. no_decay: see `is_spared`.
 
     Raises OptionError for another name, a negative number, and one whose library is not installed.
@@ -291,7 +279,7 @@ class _Averaging:
 
     def __init__(
         self, decay: float, pairs: Sequence[tuple[torch.Tensor, nn.Parameter]], begun: bool, names: Sequence[str] = ()
-    ) -> None:  # fmt: skip
+    ) -> None:
         """names: of the parameters, if averages in bfloat16 are rounded stochastically."""
         self._take, self._begun, self._share = get_ema_multi_avg_fn(decay), begun, 1 - decay  # type: ignore[no-untyped-call]
         self._pairs: dict[torch.dtype, list[tuple[torch.Tensor, nn.Parameter]]] = {}
@@ -323,15 +311,6 @@ def rounding(choice: Optimizer, moments: torch.dtype) -> Optimizer:
             return RoundingSteps(choice.function(given), names, moments)
 
     return replace(choice, function=function, named=True, moments=moments, found=Found())
-
-
-def chosen(
-    name: str, lr: float, weight_decay: float, momentum: float, ema: float | None, no_decay: str = ""
-) -> Optimizer:  # fmt: skip
-    """Like `choose`, with momentum for sgd only, and with a moving average of decay `ema`."""
-    momentum = momentum if name == "sgd" else 0.0
-    found = choose(name, lr=lr, weight_decay=weight_decay, momentum=momentum, no_decay=no_decay)
-    return replace(found, average=ema)
 
 
 def refuse_divided(optimizer: Optimizer, divided_by: str) -> None:
@@ -402,7 +381,7 @@ def refuse_unlike_pieces(optimizer: Optimizer, parameters: Mapping[str, TensorSp
     kinds = [optimizer.kind(name, spec) for name, spec in parameters.items()]
     states = {kind: optimizer.found.states[kind] for kind in kinds}
     texts = {spec for state in states.values() for spec in state if spec.name == TEXT}
-    if len(texts) > 1 or not (is_alike(states) and all(follows_numbers(*pair) for pair in states.items())):
+    if len(texts) > 1 or not trials.follows_sizes(states):
         raise OptionError(
             f"optimizer {optimizer.name} keeps other state for a whole weight than for pieces of it, and {divided_by} "
             "divides it. Take another."
@@ -495,14 +474,9 @@ def _described(choice: Optimizer) -> Optimizer:
         )
     if any(isinstance(part, torch.optim.LBFGS) for part in parts_of(optimizer)):
         raise OptionError("optimizer: LBFGS calls the whole model again inside its step, which a partition cannot do.")
+    groups = [{key: str(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     tuned, options = (
-        repr(
-            [
-                {key: str(group[key]) for key in group if key != "params" and (key in _TUNED) is free}
-                for group in optimizer.param_groups
-            ]
-        )
-        for free in (True, False)
+        repr([{key: one[key] for key in one if (key in _TUNED) is free} for one in groups]) for free in (True, False)
     )
     names = "+".join(type(part).__name__ for part in parts_of(optimizer) if type(part) is not Several)
     has_rate = optimizer.param_groups == [{"params": []}] or any("lr" in group for group in optimizer.param_groups)

@@ -39,7 +39,7 @@ class Quantized(nn.Module):
     def __init__(self, bias: nn.Parameter | None, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
         super().__init__()
         for name, tensor in tensors.items():
-            self.register_parameter(name, nn.Parameter(_plain(tensor), requires_grad=False))
+            self.register_parameter(name, nn.Parameter(tensor.detach().as_subclass(torch.Tensor), requires_grad=False))
         self.register_parameter("bias", bias)
         self._names = {**names, "bias": "bias"}
         self.packed: Packed
@@ -168,10 +168,6 @@ def _padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if name.endswith("quant_map") else tensor
     room = -len(tensor) % _PADDED
     return torch.cat([tensor, torch.full((room,), ord(" "), dtype=tensor.dtype, device=tensor.device)])
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_subclass(torch.Tensor)
 
 
 _SCALES = 256

@@ -26,20 +26,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from seqpart.errors import DataError, OptionError
+from seqpart.model import losses
 from seqpart.model.inspection import is_plain, settings_of
 from seqpart.model.loss_chunks import LossInChunks
 from seqpart.model.loss_probe import cure_of, generators_left_alone, judging, refuse_borrowed, seed_all
-from seqpart.model.losses import (
-    IGNORED,
-    OF_MODULES,
-    OF_NUMBERS,
-    LossFunction,
-    label_dtype,
-    partially_separable,
-    plain_of,
-    token_cross_entropy,
-    without_ones,
-)
+from seqpart.model.losses import LossFunction
 from seqpart.model.tensors import tensors_of
 from seqpart.schedule.phase import Span
 
@@ -218,12 +209,12 @@ def reduction_of(
 
 def takes_classes_first(loss: LossFunction) -> bool:
     """True for torch's own loss, whose scores have their classes in dimension 1."""
-    return _of_torch(loss) is not None and plain_of(loss) not in (token_cross_entropy, partially_separable)
+    return _of_torch(loss) is not None and losses.plain_of(loss) not in (losses.token_cross_entropy, losses.partially_separable)
 
 
 def stated_reduction(loss: LossFunction) -> Reduction | None:
     """The reduction that is known without a trial; None for a loss that must be tried."""
-    if loss in OF_NUMBERS:
+    if loss in losses.OF_NUMBERS:
         return Reduction()
     if (known := _of_torch(loss)) is not None:
         weight, ignored, reduction = known
@@ -248,15 +239,15 @@ def holds(labels: torch.Tensor, value: int | None) -> bool:
 def ignored_label(loss: LossFunction | None) -> int | None:
     """The label that does not count: as torch's cross-entropy says; IGNORED for the default loss; None for others."""
     known = None if loss is None else stated_reduction(loss)
-    return IGNORED if loss is None else known.ignored if known is not None else None
+    return losses.IGNORED if loss is None else known.ignored if known is not None else None
 
 
 def _of_torch(loss: Any) -> tuple[torch.Tensor | None, int, str] | None:
     """(class weights, ignored label, reduction) of torch's cross-entropy and NLL losses, and of ours; None for others."""
-    if plain_of(loss) in (token_cross_entropy, partially_separable):
-        return None, IGNORED, "mean"
+    if losses.plain_of(loss) in (losses.token_cross_entropy, losses.partially_separable):
+        return None, losses.IGNORED, "mean"
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        known = type(loss).forward in OF_MODULES and loss.reduction != "none"
+        known = type(loss).forward in losses.OF_MODULES and loss.reduction != "none"
         return (loss.weight, loss.ignore_index, loss.reduction) if known else None
     partial = isinstance(loss, functools.partial)
     function, keywords = (loss.func, loss.keywords) if partial else (loss, {})
@@ -265,7 +256,7 @@ def _of_torch(loss: Any) -> tuple[torch.Tensor | None, int, str] | None:
     reduction = keywords.get("reduction", "mean")
     if reduction == "none" or {"size_average", "reduce"} & set(keywords):
         return None
-    return keywords.get("weight"), keywords.get("ignore_index", IGNORED), reduction
+    return keywords.get("weight"), keywords.get("ignore_index", losses.IGNORED), reduction
 
 
 def _counted(labels: torch.Tensor, *, weight: torch.Tensor | None, ignored: int, per_row: float = 1.0) -> torch.Tensor | float:
@@ -347,7 +338,7 @@ def _of_the_batch(loss: LossFunction, batch: int) -> OptionError:
 def _one_shape(shape: tuple[int, ...], labels: torch.Tensor) -> str:
     """The cure where outputs and labels of a row differ by dimensions of 1, so that torch compares each with all; else ""."""
     positions = tuple(labels.shape[1:])
-    if positions == shape or without_ones(positions) != without_ones(shape):
+    if positions == shape or losses.without_ones(positions) != losses.without_ones(shape):
         return ""
     return (
         f"A row has outputs of shape {shape} and labels of shape {positions}: torch compares each with those of all "
@@ -366,8 +357,8 @@ def tried(
     """
     own = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
     trial = _Trial(own, reduction, shape, dtype if dtype == torch.float64 else torch.float32, labels)
-    with torch.random.fork_rng(devices=[]), judging(name_of(loss), shape, "", values=True), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's losses: shapes that differ
+    quiet = warnings.catch_warnings(action="ignore")  # of torch's losses: shapes that differ
+    with torch.random.fork_rng(devices=[]), judging(name_of(loss), shape, "", values=True), quiet:
         torch.manual_seed(0)
         return trial.result(wanted)
 
@@ -429,10 +420,8 @@ class _Trial:
             raise OptionError(
                 f"loss {name_of(self._loss)}: it returned (sum, count), and one of them is not the sum of its parts'."
             )
-        first = next(
-            (kind for kind in (wanted, Kind.ROWS, Kind.COUNTED, Kind.SUM) if kind in kinds and (kind is Kind.COUNTED) == pairs),
-            Kind.WHOLE,
-        )
+        order = (wanted, Kind.ROWS, Kind.COUNTED, Kind.SUM)
+        first = next((kind for kind in order if kind in kinds and (kind is Kind.COUNTED) == pairs), Kind.WHOLE)
         return Reduction(first, tried=first is not Kind.WHOLE)
 
     def _cases(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
@@ -503,7 +492,7 @@ class _Trial:
             yield from (labels[torch.cat([row[None], places[1:]])] for row in _ends(self._loss, labels))
             yield from (labels[(places + shift) % len(labels)] for shift in range(_VALUES))
             return
-        real = labels[places].to(label_dtype(labels))
+        real = labels[places].to(losses.label_dtype(labels))
         yield real
         most = max(few + more, min(4096, _LOOKED_AT * len(labels) // max(1, labels.numel())))
         some = labels[torch.linspace(0, len(labels) - 1, min(len(labels), most), dtype=torch.float64).long()]
@@ -585,8 +574,7 @@ class Held:
             return True
         whole = torch.cat([output for output, _ in self._parts]), torch.cat([labels for _, labels in self._parts])
         devices = [whole[0].device] if whole[0].is_cuda else []
-        with torch.random.fork_rng(devices=devices), generators_left_alone(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.random.fork_rng(devices=devices), generators_left_alone(), warnings.catch_warnings(action="ignore"):
             try:
                 with torch.autocast(whole[0].device.type, enabled=False):
                     found = [loss_value(loss, reduction, output.double(), labels) for output, labels in (whole, *self._parts)]

@@ -50,9 +50,7 @@ class Room:
         return narrow if narrow.dtype is torch.float32 else self._others[other, : len(narrow)].copy_(narrow)
 
 
-def round_into(
-    narrow: torch.Tensor, values: torch.Tensor, *key: int | str, first: int = 0, room: Room | None = None
-) -> None:  # fmt: skip
+def round_into(narrow: torch.Tensor, values: torch.Tensor, *key: int | str, first: int = 0, room: Room | None = None) -> None:
     """Rounds `values`, float32, stochastically into `narrow`, bfloat16, both flat. first: number of the first in its parameter,
     a multiple of 4.
 
@@ -155,7 +153,7 @@ class RoundingSteps(Several):
             kept = {
                 name: one.clone() if name == _COUNT else torch.zeros_like(values, dtype=self._step_moments)
                 for name, one in steps.state[piece].items()
-            }  # fmt: skip
+            }
 
         def work(room: Room, starts: Iterable[int]) -> None:
             steps, piece = of_a_slice()

@@ -74,7 +74,7 @@ class Scheduler:
 
     def __init__(
         self, factory: SchedulerFactory, whole: Whole, measured: Callable[[], Sequence[tuple[int, float]]] = tuple
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Makes the scheduler. measured: (updates before it, value) of each evaluation so far.
 
         Raises OptionError if it is no scheduler.
@@ -217,14 +217,12 @@ def refuse_unfit(
                 )
 
 
-RateSchedule = Callable[[int, int], float]
-"""(updates done, updates of the whole stage) -> factor of the learning rate."""
-
 NAMES = ("constant", "linear", "cosine")
 
 
-def rate_schedule(name: str, warmup: int) -> RateSchedule:
-    """Returns the schedule `constant`, `linear` or `cosine` (down to zero), after `warmup` updates of linear growth.
+def rate_schedule(name: str, warmup: int) -> Callable[[int, int], float]:
+    """Returns the schedule `constant`, `linear` or `cosine` (down to zero), after `warmup` updates of linear growth: a function
+    from (updates done, updates of the whole stage) to the factor of the learning rate.
 
     Raises OptionError for another name or a negative warm-up.
     """

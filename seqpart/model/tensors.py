@@ -27,7 +27,7 @@ _MOST_MARKED = 1 << 26
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns parameters and buffers (also those that a state_dict leaves out) by name, each tensor once."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
@@ -117,12 +117,6 @@ _OF_TYPE = {
 }  # fmt: skip
 
 
-def buffers_made(module: nn.Module, known: Collection[str]) -> list[str]:
-    """Names of buffers that are not `known`: a forward pass has registered them, for example to cache a mask. They are not part
-    of the weights, and stay where they are, as tensors in plain attributes do."""
-    return [name for name, _ in _places(module) if name not in known]
-
-
 def bring_to_cpu(module: nn.Module) -> None:
     """Moves tensors that the module made on a GPU beside its weights, in attributes and buffers, to the CPU: a cached mask."""
     for part in module.modules():
@@ -130,10 +124,6 @@ def bring_to_cpu(module: nn.Module) -> None:
             for name, value in attributes.items():
                 if isinstance(value, torch.Tensor) and value.is_cuda:
                     attributes[name] = value.cpu()
-
-
-def buffer_names(module: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, _ in _places(module))
 
 
 def _places(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -152,7 +142,7 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Abst
 
 def run_fake(
     module: nn.Module, tensors: Mapping[str, torch.Tensor], *taken: torch.Tensor, changed: set[str] | None = None
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     """Runs `module` on the inputs `taken`, with `tensors` in place of its own, and returns its outputs. Raises ModelError if it
     changes shapes or types of its buffers, or makes a parameter in the forward pass. changed: receives the names of tensors
     that it writes into or replaces."""

@@ -42,12 +42,9 @@ class Tiled(nn.Module):
         return found
 
 
-class TiledEmbedding(Tiled):
-    """Looks up ids, integers of any shape. The same bits as nn.Embedding, gradients too: each row is in one tile."""
-
-
 class EmbeddingTile(nn.Module):
-    """Rows of an embedding from `first` on. ends: True if it has the first row of all, and the last; then it refuses ids below,
+    """Rows of an embedding from `first` on, for ids of any shape. The same bits as nn.Embedding, gradients too: each row is in
+    one tile. ends: True if it has the first row of all, and the last; then it refuses ids below,
     or above, so that an id that no tile has is refused."""
 
     def __init__(self, weight: nn.Parameter, first: int, ends: tuple[bool, bool], padding: int | None) -> None:
@@ -102,7 +99,7 @@ class _ExpertsTile(nn.Module):
 
     def forward(
         self, hidden: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor, found: torch.Tensor | None
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         local = experts - self._first
         here = (local >= 0) & (local < self.num_experts)
         part: torch.Tensor = super().forward(hidden, local.where(here, self.num_experts), shares.where(here, 0))
@@ -250,13 +247,13 @@ def _tiled(layer: nn.Module, nbytes: int, splits: _Splits) -> Tiled:
         return TiledLinear([LinearTile(*pair) for pair in splits.pairs(layer, rows)], nbytes)
     assert isinstance(layer, nn.Embedding)
     firsts = range(0, len(layer.weight), rows)
-    return TiledEmbedding(
+    return Tiled(
         [
             EmbeddingTile(tile, first, (first == 0, first == firsts[-1]), layer.padding_idx)
             for tile, first in zip(splits.cut(layer.weight, rows), firsts, strict=True)
         ],
         nbytes,
-    )  # fmt: skip
+    )
 
 
 def first_that_fits(

@@ -36,7 +36,10 @@ def best_cut(pieces: Sequence[Piece], blocks: int, count: int | None = None) -> 
         for number in range(count or 1):
             before = number, piece.first
             if before in best:
-                score, after = _add(best[before][0], piece, blocks), (number if count is None else number + 1, piece.last)
+                partitions, boundaries, squares = best[before][0]
+                cut = piece.boundary if piece.last < blocks else 0
+                score = partitions + 1, boundaries + cut, squares + piece.weight**2
+                after = number if count is None else number + 1, piece.last
                 if after not in best or score < best[after][0]:
                     best[after] = score, before, piece
     state, chain = (count or 0, blocks), list[Piece]()
@@ -47,11 +50,6 @@ def best_cut(pieces: Sequence[Piece], blocks: int, count: int | None = None) -> 
         assert piece_before is not None
         chain.insert(0, piece_before)
     return tuple(chain)
-
-
-def _add(score: Score, piece: Piece, blocks: int) -> Score:
-    boundary = piece.boundary if piece.last < blocks else 0
-    return score[0] + 1, score[1] + boundary, score[2] + piece.weight**2
 
 
 def most_saved(options: Iterable[tuple[float, int]], left: float) -> float:

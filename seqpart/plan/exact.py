@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import seqpart.plan.problem as planning
 from seqpart.device.limit import RUNTIME_VARIES, left_of, limit_for, refused
 from seqpart.errors import DoesNotFit
 from seqpart.methods.exact import STREAMED
@@ -17,25 +18,7 @@ from seqpart.model.packs import DEVICE, tiers_in_words, tiers_of
 from seqpart.plan.dynamic import Piece, best_cut
 from seqpart.plan.plan import AS_ASKED, Plan, PlanWording
 from seqpart.plan.prediction import Kind, Option, Prediction, options_of, predict
-from seqpart.plan.problem import (
-    BUFFERS,
-    Candidate,
-    Parts,
-    Problem,
-    advice,
-    contents,
-    cost_of,
-    measurable,
-    micro_batches,
-    parts_of,
-    possible_micro_batches,
-    refuse_given,
-    sharing,
-    starts_of,
-    tiers_by_room,
-    too_many,
-    whole_parts,
-)
+from seqpart.plan.problem import Candidate, Parts, Problem
 from seqpart.plan.search import fastest, smallest_of
 from seqpart.plan.simulator import Resources
 from seqpart.profile.partition import PartitionCost
@@ -56,8 +39,7 @@ def choose_exact(
     if not found:
         raise _does_not_fit(replace(problem, host_steps=problem.steps[-1]), methods)
     best = _simplest(found)
-    why = _whys_of_pairs(best) if best.method.in_pairs else _whys(problem, best)
-    best = replace(best, candidate=replace(best.candidate, why=why, seconds=best.seconds))
+    best = replace(best, candidate=replace(best.candidate, why=_whys(problem, best), seconds=best.seconds))
     return best.method, best.candidate, tuple(_reasons(problem, best, tried, wording))
 
 
@@ -76,8 +58,8 @@ def _fastest_anywhere(problem: Problem, method: Method) -> Prediction | None:
 
 def fastest_of(problem: Problem, method: Method) -> Prediction | None:
     """Returns the fastest plan at the largest micro-batch at which any fits: smaller ones do the same work less efficiently."""
-    for micro_batch in micro_batches(problem):
-        if not measurable(problem, micro_batch):
+    for micro_batch in planning.micro_batches(problem):
+        if not planning.measurable(problem, micro_batch):
             return None
         again = _saved_answers(problem, method, micro_batch)
         # The runtime differs a little between processes.
@@ -95,7 +77,7 @@ def fastest_of(problem: Problem, method: Method) -> Prediction | None:
 def _paired(problem: Problem, method: Method, micro_batch: int) -> Iterator[Prediction]:
     """Predictions for a method in pairs: with a third slot, in which the next score is prefetched, and without."""
     assert problem.starts is not None
-    parts = parts_of(problem, problem.pair_rows(micro_batch), problem.starts)
+    parts = planning.parts_of(problem, problem.pair_rows(micro_batch), problem.starts)
     for slots in (3, 2):
         resources = Resources(slots=slots, stays=frozenset({0}))
         if slots <= len(parts) - 2:
@@ -109,10 +91,10 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
         return None
     if saved is None or saved.method != method.name or saved.starts != problem.starts:
         return None
-    parts = parts_of(problem, micro_batch, saved.starts)
+    parts = planning.parts_of(problem, micro_batch, saved.starts)
     heap = problem.machine.may_keep_heap and saved.heap > 0 and not saved.tiers
     stays, weights = (
-        frozenset() if method.stays or not problem.auto else asked - sharing(problem, parts)
+        frozenset() if method.stays or not problem.auto else asked - planning.sharing(problem, parts)
         for asked in (saved.stays, saved.weights_stay)
     )
     weights = frozenset(p for p in weights - stays if parts[p][2].state)
@@ -129,9 +111,9 @@ def _saved_answers(problem: Problem, method: Method, micro_batch: int) -> Predic
 def candidates(problem: Problem, method: Method, micro_batch: int) -> Iterator[tuple[Parts, Resources]]:
     """Every cut of `cuts_of` with every number of slots and every place for boundaries; spare memory is not spent yet."""
     for starts in cuts_of(problem, method, micro_batch):
-        parts = parts_of(problem, micro_batch, starts)
+        parts = planning.parts_of(problem, micro_batch, starts)
         tiers = problem.machine.boundary_tiers if len(parts) > 1 else problem.machine.boundary_tiers[:1]
-        places = [tiers_by_room(problem, [cost for _, _, cost in parts], micro_batch, tier) for tier in tiers]
+        places = [planning.tiers_by_room(problem, [cost for _, _, cost in parts], micro_batch, tier) for tier in tiers]
         # With a third slot loads and saves overlap, where each direction has a link of its own.
         in_turn = (2, 1) if problem.machine.host_counts else (3, 2, 1)
         for slots, place in itertools.product((len(parts),) if method.stays else in_turn, places):
@@ -152,16 +134,17 @@ def cuts_of(problem: Problem, method: Method, micro_batch: int) -> list[tuple[in
         return [(0,)]
     if problem.starts is not None:
         return [problem.starts]
-    possible = starts_of(problem)
+    possible = planning.starts_of(problem)
     if problem.count is not None:
         return [_balanced(problem, micro_batch, problem.count)]
     ends = [*possible[1:], len(problem.chain)]
-    weights = [cost_of(problem, micro_batch, *way, counted=True) for way in zip(possible, ends, strict=True)]
+    weights = [planning.cost_of(problem, micro_batch, *way, counted=True) for way in zip(possible, ends, strict=True)]
     sizes = [cost.slot if not method.stays else cost.saved + cost.output for cost in weights]
     found = [tuple(possible)] if 1 < len(possible) <= _MANY else []
     bound = max(sizes)
     # Gradients of shared weights wait; on the disk in buffers, each as large as the largest of them.
-    sizes = [size + (0 if method.stays else BUFFERS * cost.largest_tie) for size, cost in zip(sizes, weights, strict=True)]
+    buffers = 0 if method.stays else planning.BUFFERS
+    sizes = [size + buffers * cost.largest_tie for size, cost in zip(sizes, weights, strict=True)]
     while True:
         starts, held = [possible[0]], 0
         for start, size in zip(possible, sizes, strict=True):
@@ -183,29 +166,29 @@ _LOOKED_AT = 100
 
 
 def _balanced(problem: Problem, micro_batch: int, count: int) -> tuple[int, ...]:
-    starts = starts_of(problem)
+    starts = planning.starts_of(problem)
     size = len(starts) // max(_LOOKED_AT, 4 * count) + 1
     groups = (starts[at : at + size] for at in range(1, len(starts), size))
 
     def boundary(start: int) -> int:
-        return cost_of(problem, micro_batch, start - 1, start, counted=True).output_row
+        return planning.cost_of(problem, micro_batch, start - 1, start, counted=True).output_row
 
     starts = [0, *(min(group, key=boundary) for group in groups)]
     pieces = [
         Piece(first, last, cost.output_row, cost.slot + cost.train_peak)
         for first, last in itertools.combinations([*starts, len(problem.chain)], 2)
-        for cost in [cost_of(problem, micro_batch, first, last, counted=True)]
+        for cost in [planning.cost_of(problem, micro_batch, first, last, counted=True)]
     ]
     chosen = best_cut(pieces, len(problem.chain), count)
     if chosen is None:
-        raise too_many(problem, count)
+        raise planning.too_many(problem, count)
     return tuple(piece.first for piece in chosen)
 
 
 def _smallest(problem: Problem, methods: Iterable[Method]) -> Prediction:
     """The prediction with the lowest peak at any micro-batch. Not always at the smallest: one that is the whole batch
     accumulates no gradients."""
-    sizes = possible_micro_batches(problem)
+    sizes = planning.possible_micro_batches(problem)
     alone = [method for method in methods if not method.in_pairs]
     ways = (
         (method, rows, parts, way) for method in alone for rows in sizes for parts, way in candidates(problem, method, rows)
@@ -218,15 +201,15 @@ def _smallest(problem: Problem, methods: Iterable[Method]) -> Prediction:
 
 def _does_not_fit(problem: Problem, methods: Sequence[Method]) -> DoesNotFit:
     smallest = _smallest(problem, methods)
-    refuse_given(problem, smallest.peak)
+    planning.refuse_given(problem, smallest.peak)
     first, last, cost = max(smallest.candidate.parts, key=lambda part: part[2].slot + part[2].train_peak)
     where = str(problem.chain[first]) if last - first == 1 else f"blocks {first}..{last - 1}"
     return refused(
         f"method {' or '.join(method.name for method in methods)} needs {format_size(smallest.peak)}, at micro-batch "
         f"{smallest.candidate.micro_batch} and in {len(smallest.candidate.parts)} partition(s), and "
         f"{left_of(problem.limit)}.\n"
-        f"  runtime {format_size(problem.machine.runtime)}; the largest partition is {where}: {contents(cost)}"
-        f"\n  {_cure(problem, smallest, last - first, cost)}{whole_parts(problem) if last - first == 1 else ''}",
+        f"  runtime {format_size(problem.machine.runtime)}; the largest partition is {where}: {planning.contents(cost)}"
+        f"\n  {_cure(problem, smallest, last - first, cost)}{planning.whole_parts(problem) if last - first == 1 else ''}",
         limit_for(smallest.peak),
         smallest.candidate.micro_batch,
     )
@@ -239,7 +222,7 @@ def _cure(problem: Problem, smallest: Prediction, blocks: int, cost: PartitionCo
         but = "" if needed <= problem.available else f", and needs {format_size(needed)}"
         return f"Or use --method streamed, which gives the same bits with one partition at a time{but}."
     finer = blocks > 1 and problem.saved is None and bool(problem.count or problem.starts)
-    return advice(problem, smallest.peak, cost, finer=finer and not smallest.method.in_pairs)
+    return planning.advice(problem, smallest.peak, cost, finer=finer and not smallest.method.in_pairs)
 
 
 def _reasons(
@@ -328,6 +311,9 @@ def _shared(best: Prediction) -> str:
 
 def _whys(problem: Problem, best: Prediction) -> tuple[str, ...]:
     """Reasons of each partition, in bytes and seconds per update: why it stays or is loaded in turn, where its graph waits."""
+    if best.method.in_pairs:
+        scores = ["loaded in turn"] * (len(best.candidate.parts) - 2)
+        return ("common to all pairs: on the device throughout", *scores, "all scores joined: only for tests")
     options = {
         (option.partition, option.kind): option
         for option in options_of(problem, best, offload=bool(problem.machine.graph_tiers))
@@ -338,11 +324,6 @@ def _whys(problem: Problem, best: Prediction) -> tuple[str, ...]:
         "; ".join(filter(None, (why(best, p, options, left) for why in (_why_there, graph, _why_boundary))))
         for p in range(len(best.candidate.parts))
     )
-
-
-def _whys_of_pairs(best: Prediction) -> tuple[str, ...]:
-    scores = len(best.candidate.parts) - 2
-    return ("common to all pairs: on the device throughout", *["loaded in turn"] * scores, "all scores joined: only for tests")
 
 
 def _element(best: Prediction) -> str:

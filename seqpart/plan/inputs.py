@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from seqpart.model.loss_probe import BY_NAME, judging
 from seqpart.model.losses import LossFunction, LossSource, refuse_unlike
 from seqpart.model.optimizers import (
     Optimizer,
-    chosen,
+    choose,
     refuse_joint,
     refuse_unknown,
     refuse_unlike_pieces,
@@ -117,10 +117,10 @@ class Inputs:
             elif in_chunks and final_loss is not None:
                 self.chain, final_loss = chain_and_recorded_loss(final_loss, model, *row, train.one_label(), cast, example)
             else:
-                outputs = outputs_for(final_loss, train, cast)
+                outputs = None if final_loss is None else outputs_for(final_loss, train, cast)
                 self.chain = chain_of(model, *row, cast, outputs, in_chunks=in_chunks, row=example)
-                final_loss = final_loss if outputs is None else outputs.loss
-                self._why_not = outputs.why_not if outputs is not None else ""
+                if outputs is not None:
+                    final_loss, self._why_not = outputs.joined or final_loss, outputs.why_not
             self.chain.row = example
             self._starts = starts_of(model, len(self.chain))
             self.live_modules = LiveModules(self.chain, existing(folder), meta)
@@ -438,7 +438,10 @@ class Inputs:
                     self.methods = tuple(method for method in self.methods if not method.cuts)
                     refuse_joint(optimizer, self.methods, late=late)
             if self._optimizer is not None and (self.settings.ram_limit or not self.device.shares_memory):
-                self.groups_by_identity = any(map(self._optimizer.groups_by_identity, *self._given()))
+                given = (
+                    (b.exported(s.name), b.alive.get_parameter(s.name)) for b, s in self._learning() if b.alive is not None
+                )
+                self.groups_by_identity = any(self._optimizer.groups_by_identity(*one) for one in given)
 
     def whole_optimizer(self, optimizer: Optimizer) -> Whole:
         """Returns an optimizer with the groups of all parameters that learn at any time, in the model's order. The user's is
@@ -458,11 +461,6 @@ class Inputs:
         """Yields each parameter that learns at any time, with its block."""
         for block, cost in zip(self.chain, self.costs_at(self.full_batch), strict=True):
             yield from ((block, spec) for spec in cost.layout.specs if spec.name in cost.trainable)
-
-    def _given(self) -> tuple[list[str], list[nn.Parameter]]:
-        """Returns names and parameters of modules that were given alive, of those that learn."""
-        found = [(b.exported(s.name), b.alive.get_parameter(s.name)) for b, s in self._learning() if b.alive is not None]
-        return [name for name, _ in found], [parameter for _, parameter in found]
 
     def _wholes(self, learns: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """The larger parameters that some of `learns` are rows of."""
@@ -499,11 +497,8 @@ class Inputs:
     @property
     def functions(self) -> dict[str, str]:
         """Identifies the loss, and an optimizer that was given as a function, as far as that can be seen."""
-        optimizer, loss = self._optimizer, self._final_loss
-        return {
-            "optimizer": f"{optimizer.name} {optimizer.options}" if optimizer is not None else "of the settings",
-            "loss": name_with_settings(loss),
-        }
+        optimizer = "of the settings" if self._optimizer is None else f"{self._optimizer.name} {self._optimizer.options}"
+        return {"optimizer": optimizer, "loss": name_with_settings(self._final_loss)}
 
     @property
     def tuned(self) -> str:
@@ -549,8 +544,13 @@ class Inputs:
             rates = (settings.recovery_lr,) * count
         if settings.momentum and "sgd" not in names:
             raise OptionError("--momentum goes with --optimizer sgd; the others keep moments of their own.")
-        shared = (settings.weight_decay, settings.momentum, settings.ema, settings.no_decay)
-        return tuple(self._finished(chosen(name, rate, *shared)) for name, rate in zip(names, rates, strict=True))
+        decay = {"weight_decay": settings.weight_decay, "no_decay": settings.no_decay}
+        return tuple(self._named(name, lr=rate, **decay) for name, rate in zip(names, rates, strict=True))
+
+    def _named(self, name: str, **options: Any) -> Optimizer:
+        """Returns the optimizer of that name with the settings' momentum, which goes with sgd alone, and moving average."""
+        momentum = self.settings.momentum if name == "sgd" else 0.0
+        return self._finished(replace(choose(name, momentum=momentum, **options), average=self.settings.ema))
 
     def _finished(self, optimizer: Optimizer) -> Optimizer:
         moments = self.settings.rounded_moments
@@ -569,8 +569,7 @@ class Inputs:
         """All optimizers of the settings: until the cut is known, any partition may get any of them."""
         if self._optimizer is not None:
             return [self._optimizer]
-        names, momentum, ema = values_of(self.settings.optimizer), self.settings.momentum, self.settings.ema
-        return [self._finished(chosen(name, 1.0, 0.0, momentum, ema)) for name in names]
+        return [self._named(name, lr=1.0) for name in values_of(self.settings.optimizer)]
 
     def loss_for(
         self, method: Method, label_bytes: int, partition: int, output_shape: tuple[int, ...], ends: bool, device: torch.device,
@@ -681,9 +680,7 @@ def chain_and_recorded_loss(
         ) from error
 
 
-def outputs_for(loss: LossFunction | None, train: Split, autocast: torch.dtype | None) -> Outputs | None:
-    """Returns what joins the outputs of a model for a user's loss; None without one."""
-    if loss is None:
-        return None
+def outputs_for(loss: LossFunction, train: Split, autocast: torch.dtype | None) -> Outputs:
+    """Returns what joins the outputs of a model for a user's loss."""
     tried = LossOfSeveral(loss, train.label_form) if train.label_form else loss
     return Outputs(loss, tried, train.labels.shape[1:], train.label_type, partial(Device().autocast, autocast))

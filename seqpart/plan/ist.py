@@ -40,21 +40,18 @@ class Cuts:
 def piece_of(problem: Problem, number: int, *, trained: bool = True) -> Problem:
     """The problem of one chain of a joint chain: of the whole network (0), or a subnet. trained: if False, without state."""
     first, last = problem.chain.begins[number], problem.chain.ends[number]
+    starts, count = problem.starts, problem.count
+    if starts is not None and starts[-1] >= problem.chain.ends[0]:  # of a plan made again, for the joint chain
+        starts, count = tuple(start - first for start in starts if first <= start < last), None
+    elif number == 0:  # --partitions is for a subnet
+        starts = count = None
     states = problem.states[first:last] if trained else [Layout(())] * (last - first)
     return replace(
         problem, chain=Chain(problem.chain[first:last]), costs_at=lambda rows: problem.costs_at(rows)[first:last],
         counted_at=lambda rows: problem.counted_at(rows)[first:last], states=states, saved=None,
         machine=replace(problem.machine, may_keep_heap=False, graph_tiers=()), known={}, placed={},
-        **_starts(problem, first, last, number),  # type: ignore[arg-type]
+        starts=starts, count=count,
     )  # fmt: skip
-
-
-def _starts(problem: Problem, first: int, last: int, number: int) -> dict[str, object]:
-    """Starts of one chain. Those of a plan made again are for the joint chain; those of --partitions are for a subnet."""
-    starts, count = problem.starts, problem.count
-    if starts is not None and starts[-1] >= problem.chain.ends[0]:
-        return {"starts": tuple(start - first for start in starts if first <= start < last), "count": None}
-    return {"starts": None, "count": None} if number == 0 else {"starts": starts, "count": count}
 
 
 def choose_cuts(problem: Problem, wording: PlanWording) -> Cuts:
@@ -125,18 +122,8 @@ def test_peak(problem: Problem, part: Part, rows: int) -> int:
     test = Phase(kind=PhaseKind.TEST, partition=0, rows=count, batch=rows, micro_batch=rows)
     phases = Phases([Epochs(train=test, epochs=0, following=(test,))])
     candidate: Candidate = Candidate(rows, (part,))
-    walked, steps, _ = simulate(phases, [part[2]], problem.machine.speeds, candidate.resources)
-    return max(peaks_by_partition(problem, candidate, walked, steps))
-
-
-def joint(problem: Problem, parts: Parts, cuts: Cuts) -> tuple[Part, ...]:
-    """All partitions with block numbers of the joint chain: those of the whole, then those of each subnet, cut alike."""
-    rows, found = cuts.subnet.micro_batch, list(cuts.whole)
-    starts: Sequence[int] = [first for first, _, _ in cuts.subnet.parts]
-    for part in range(parts.count):
-        own, first = piece_of(problem, 1 + part), problem.chain.begins[1 + part]
-        found += [(first + begin, first + end, cost) for begin, end, cost in parts_of(own, rows, starts)]
-    return tuple(found)
+    simulated = simulate(phases, [part[2]], problem.machine.speeds, candidate.resources)
+    return max(peaks_by_partition(problem, candidate, simulated))
 
 
 LOCAL_STEPS, GROUP = 20, 64
@@ -228,17 +215,22 @@ class SubnetPreparation(Planner):
         raise refusal
 
     def _joint(self, problem: Problem, cuts: Cuts) -> Candidate:
-        """The candidate with the partitions of the whole and of all subnets, which are run alike."""
-        found, parts = cuts.subnet, joint(problem, self.parts, cuts)
+        """The candidate with the partitions of the whole, then those of each subnet, cut and run alike, with block numbers of
+        the joint chain."""
+        found, parts = cuts.subnet, list(cuts.whole)
+        for part in range(self.count):
+            own, first = piece_of(problem, 1 + part), problem.chain.begins[1 + part]
+            alike = parts_of(own, found.micro_batch, [begin for begin, _, _ in found.parts])
+            parts += [(first + begin, first + end, cost) for begin, end, cost in alike]
         whole, each = len(cuts.whole), len(found.parts)
 
         def of_all(own: frozenset[int]) -> frozenset[int]:
             return frozenset(whole + part * each + p for part in range(self.count) for p in own)
 
         tiers = tiers_of([DEVICE] * whole + [tier_at(found.resources.tiers, p) for p in range(each)] * self.count)
-        resources = replace(found.resources, parting=self._parting(parts[:whole]), tiers=tiers)
+        resources = replace(found.resources, parting=self._parting(cuts.whole), tiers=tiers)
         return replace(
-            found, parts=parts, resources=resources, keeps=of_all(found.keeps), offloads=of_all(found.offloads),
+            found, parts=tuple(parts), resources=resources, keeps=of_all(found.keeps), offloads=of_all(found.offloads),
             why=(*[""] * whole, *found.why * self.count), seconds=0.0,
         )  # fmt: skip
 
@@ -278,9 +270,7 @@ class SubnetPreparation(Planner):
     def _states(self) -> list[Any]:
         return state_layouts(self.chain, self.costs_at(self.full_batch), self.possible_optimizers()[0])
 
-    def _fitting(
-        self, problem: Problem, method: Method, request: PlanRequest, candidate: Candidate
-    ) -> tuple[Candidate, int]:  # fmt: skip
+    def _fitting(self, problem: Problem, method: Method, request: PlanRequest, candidate: Candidate) -> tuple[Candidate, int]:
         """`candidate` with a kept heap if there is room, or with one slot if there is no room for more; and its peak, which may
         still not fit."""
         training = self._training(request, candidate)
@@ -291,13 +281,11 @@ class SubnetPreparation(Planner):
             for keeps_heap in (True, False) if problem.machine.may_keep_heap and not candidate.resources.tiers else (False,):
                 resources = replace(candidate.resources, slots=slots, keeps_heap=keeps_heap)
                 found = replace(candidate, resources=resources)
-                walked, steps, _ = simulate(phases, costs, self.speeds, resources)
+                simulated = simulate(phases, costs, self.speeds, resources)
                 if keeps_heap:
-                    sizes = heaps_of(problem, max(works_of(steps, len(costs))), costs, streamed=True)
-                    found = with_heap(
-                        problem, found, sizes, partial(peaks_by_partition, problem, phases=walked, predicted_steps=steps)
-                    )
-                peak = max(peaks_by_partition(problem, found, walked, steps))
+                    sizes = heaps_of(problem, max(works_of(simulated.steps, len(costs))), costs, streamed=True)
+                    found = with_heap(problem, found, sizes, partial(peaks_by_partition, problem, simulated=simulated))
+                peak = max(peaks_by_partition(problem, found, simulated))
                 if peak <= problem.available:
                     return found, peak
         return found, peak

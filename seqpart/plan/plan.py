@@ -5,7 +5,7 @@ A plan is a frozen value of ints. It can be printed, saved as JSON, compared and
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Self
 
 from seqpart.errors import OptionError
@@ -228,11 +228,6 @@ class PlanRequest:
     draft: bool = False
     """True for a plan that only says which blocks, with how many rows, are to be run for real before the plan is made."""
 
-    @property
-    def recovery(self) -> Plan | None:
-        """The saved plan as one for the recovery stage of `sil`, which streams: its choices are for that stage."""
-        return None if self.saved is None else replace(self.saved, method="streamed")
-
 
 def _of_today(found: dict[str, Any]) -> dict[str, Any]:
     """Converts a plan of an older format to the fields of this one. Raises ValueError for another format; wrong types raise
@@ -252,7 +247,7 @@ def _of_today(found: dict[str, Any]) -> dict[str, Any]:
                 "graph": "disk" if part.get("offloads_graph") else KEPT if part.get("keeps_graph") else RECOMPUTED,
             }
             for part in parts
-        ]  # fmt: skip
+        ]
     if version < 5:
         tier = found.pop("boundary_tier")  # one for all
         parts = [{**part, "boundary_tier": tier} for part in parts]

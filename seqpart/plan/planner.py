@@ -240,7 +240,8 @@ class Planner(Inputs):
         recovery = self._recovery(request, problem, candidate)
         head, whole = self.chain.head, self.chain.whole
         reasons = (
-            *reasons, *self._recovery_reasons(recovery), *([] if head is None else [head.note(request.loss_chunks)]),
+            *reasons, *([] if recovery is None else [self._recovery_in_words(recovery)]),
+            *([] if head is None else [head.note(request.loss_chunks)]),
             *self.chain.notes, *self.reading.notes, *self.trials.notes,
             *stages_in_words(whole, block_costs[: len(whole)], self.late, self.settings.frozen),
         )  # fmt: skip
@@ -314,26 +315,26 @@ class Planner(Inputs):
                 "--recovery-epochs: the network fits as one partition, which is trained against the true loss already; there "
                 "is nothing to recover. Leave it out, or cut with --partitions."
             )
+        # With a recovery the choices of a saved plan are for that stage.
+        saved = None if request.saved is None else replace(request.saved, method=STREAMED.name)
         asked = replace(
-            problem, starts=tuple(part[0] for part in candidate.parts), count=None, known={},
+            problem, starts=tuple(part[0] for part in candidate.parts), count=None, known={}, saved=saved,
             batch_size=(batch := self.shared(self.recovery_batch, independent=False)), the_batch=batch,
-            loss_of=partial(self.loss_cost, request, true=True), saved=request.recovery,
+            loss_of=partial(self.loss_cost, request, true=True),
         )  # fmt: skip
         found = fastest_of(asked, STREAMED)
         if found is None:
             choose_exact(asked, (STREAMED,))  # says in words what is missing
         return found
 
-    def _recovery_reasons(self, recovery: Prediction | None) -> list[str]:
-        if recovery is None:
-            return []
+    def _recovery_in_words(self, recovery: Prediction) -> str:
         candidate, settings = recovery.candidate, self.settings
         learns = "all partitions" if settings.recover == "all" else "all partitions but the last"
         rate = "" if settings.recovery_lr is None else f", learning rate {settings.recovery_lr:g}"
-        return [
+        return (
             f"recovery: {settings.recovery_epochs} epoch(s) of streamed back-propagation, {learns} learn, micro-batch "
             f"{candidate.micro_batch}, {candidate.resources.slots} slot(s), peak {format_size(recovery.peak)}{rate}"
-        ]
+        )
 
     def _stages(self, phases: Phases, candidate: Candidate, recovery: Prediction | None) -> tuple[Stage, ...]:
         def stage(end: int, used: Candidate, *, recovers: bool) -> Stage:
@@ -445,10 +446,11 @@ class Planner(Inputs):
         row_packs: Sequence[RowPack], places: planning.HostPlaces, recovery: Prediction | None, loss_chunks: int,
     ) -> Plan:  # fmt: skip
         resources = replace(candidate.resources, at_host=places.homes)
-        walked, predicted_steps, seconds = simulate(phases.of_stage(0), costs, self.speeds, resources)
+        simulated = simulate(phases.of_stage(0), costs, self.speeds, resources)
+        seconds = simulated.seconds
         rows = rows_for_memory(problem, () if self.exact else row_packs[:-1], recovery is not None, self.settings.views)
-        candidate = with_rows(problem, candidate, walked, predicted_steps, rows)
-        peaks = peaks_by_partition(problem, candidate, walked, predicted_steps)
+        candidate = with_rows(problem, candidate, simulated, rows)
+        peaks = peaks_by_partition(problem, candidate, simulated)
         used, parts = recovery.candidate if recovery is not None else candidate, []
         for p, ((first, last, _), part, cost) in enumerate(zip(candidate.parts, training, costs, strict=True)):
             reading, writing = planning.buffers_of(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import seqpart.plan.problem as planning
 from seqpart.data.row_packs import RowPack
 from seqpart.device.heap import heap_for, least_heap_for
 from seqpart.device.limit import RUNTIME_VARIES
@@ -12,24 +13,8 @@ from seqpart.device.pages import round_up
 from seqpart.methods.exact import whole_network
 from seqpart.methods.method import Method, PartitionTraining, Workload, test_phases
 from seqpart.model.packs import DEVICE, tiers_of
-from seqpart.plan.problem import (
-    Candidate,
-    Parts,
-    Problem,
-    buffers_of,
-    exchange_bytes,
-    graph_buffer_bytes,
-    graph_rooms,
-    graphs_at_once,
-    host_boundaries,
-    host_places,
-    largest_boundary,
-    least_slot,
-    routing_of,
-    sharing,
-    tiers_by_room,
-)
-from seqpart.plan.simulator import PredictedStep, Resources, simulate
+from seqpart.plan.problem import Candidate, Parts, Problem
+from seqpart.plan.simulator import PredictedStep, Resources, Simulation, simulate
 from seqpart.profile.partition import PartitionCost
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import Epochs, Phases, rooms_for_gradients
@@ -70,7 +55,7 @@ def first_that_learns(parts: Parts) -> int:
 def least_peak(problem: Problem, method: Method, micro_batch: int, parts: Parts, resources: Resources) -> int:
     """Lower bound of the peak in bytes, found without simulation."""
     costs = [cost for _, _, cost in parts]
-    held = sum(sorted((least_slot(problem, cost) for cost in costs), reverse=True)[: resources.slots])
+    held = sum(sorted((planning.least_slot(problem, cost) for cost in costs), reverse=True)[: resources.slots])
     lowest = first_that_learns(parts)
     most = gradients = 0
     for p, cost in reversed(list(enumerate(costs))):
@@ -87,7 +72,7 @@ def least_at_end(problem: Problem, method: Method, micro_batch: int, parts: Part
     own, lowest = {value.number for value in costs[-1].entering}, max(1, first_that_learns(parts))
     others = {value.number for cost in costs[lowest:-1] for value in cost.entering} - own
     given = {value.number: value.nbytes for cost in costs for value in cost.leaving}
-    at_once = graphs_at_once(method, min(problem.batch_size, problem.train_rows), micro_batch)
+    at_once = planning.graphs_at_once(method, min(problem.batch_size, problem.train_rows), micro_batch)
     return costs[-1].train_peak + at_once * sum(given.get(number, 0) for number in others)
 
 
@@ -98,28 +83,32 @@ def predict(
     """Simulates one way to run a cut. keeps: partitions that keep their graphs. offloads: those of them whose graphs wait off
     the device, where `resources` say; a graph with no place in host memory is recomputed."""
     costs = [part[2] for part in parts]
-    boundaries = host_boundaries(problem, parts, micro_batch, resources.tiers)
-    wanted, at_once = offloads & resources.graphs_at_host, graphs_at_once(method, problem.batch_size, micro_batch)
-    places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
-    while places.graphs < wanted:  # graphs with no place are recomputed
+    boundaries = planning.host_boundaries(problem, parts, micro_batch, resources.tiers)
+    wanted, at_once = offloads & resources.graphs_at_host, planning.graphs_at_once(method, problem.batch_size, micro_batch)
+    while True:
+        rooms = planning.graph_rooms(costs, wanted, at_once)
+        places = planning.host_places(problem, parts, boundaries, states=True, graphs=rooms)
+        if places.graphs >= wanted:
+            break
+        # Graphs with no place are recomputed.
         keeps, offloads, wanted = keeps - (wanted - places.graphs), offloads - (wanted - places.graphs), places.graphs
-        places = host_places(problem, parts, boundaries, states=True, graphs=graph_rooms(costs, wanted, at_once))
     resources = replace(
         resources, label_row=problem.label_row, borrows=not method.stays, at_host=places.homes,
         host_steps=places.steps - resources.weights_stay, narrow=places.narrow - resources.weights_stay,
         graphs_at_host=wanted,
-        graph_buffers=graph_buffer_bytes(costs, offloads - wanted if problem.machine.host_counts else offloads),
+        graph_buffers=planning.graph_buffer_bytes(costs, offloads - wanted if problem.machine.host_counts else offloads),
     )  # fmt: skip
     phases = _phases(problem, method, Candidate(micro_batch, parts, resources, keeps, offloads))
     resources = replace(resources, gradients_room=rooms_for_gradients(phases))
     candidate = Candidate(micro_batch, parts, resources, keeps, offloads)
-    walked, predicted_steps, _ = simulate(phases, costs, problem.machine.speeds, resources)
-    works = works_of(predicted_steps, len(parts))
+    simulated = simulate(phases, costs, problem.machine.speeds, resources)
+    works = works_of(simulated.steps, len(parts))
     if resources.keeps_heap:
         sizes = heaps_of(problem, max(works), costs, streamed=not method.stays and len(parts) > 1)
-        candidate = with_heap(problem, candidate, sizes, lambda one: peaks_by_partition(problem, one, walked, predicted_steps))
-    peak = max(peaks_by_partition(problem, candidate, walked, predicted_steps))
-    seconds, computing, moving, stepping = _seconds(predicted_steps, len(walked[0].partitions), problem.machine.contention)
+        candidate = with_heap(problem, candidate, sizes, lambda one: peaks_by_partition(problem, one, simulated))
+    peak = max(peaks_by_partition(problem, candidate, simulated))
+    count = len(simulated.phases[0].partitions)
+    seconds, computing, moving, stepping = _seconds(simulated.steps, count, problem.machine.contention)
     return Prediction(
         method=method, candidate=candidate, peak=peak, seconds=seconds, computing=computing, moving=moving, stepping=stepping,
         works=works,
@@ -154,7 +143,7 @@ def _phases(problem: Problem, method: Method, candidate: Candidate) -> Phases:
         train_rows=rows, test_rows=min(problem.test_rows, candidate.micro_batch), shuffle=False, partitions=training,
         defers_updates=problem.defers_updates, stays=candidate.resources.stays, keeps=candidate.keeps,
         offloads=candidate.offloads, host_steps=candidate.resources.host_steps,
-        one_value=routing_of([cost for _, _, cost in candidate.parts]).is_one_value,
+        one_value=planning.routing_of([cost for _, _, cost in candidate.parts]).is_one_value,
     )  # fmt: skip
     if method.in_pairs:
         return method.phases(work)
@@ -190,13 +179,11 @@ def with_heap(
     return replace(candidate, heap=max(least, enough - max(0, over)))
 
 
-def peaks_by_partition(
-    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep]
-) -> list[int]:
+def peaks_by_partition(problem: Problem, candidate: Candidate, simulated: Simulation) -> list[int]:
     """Peaks of the whole process or device while each partition works. A kept heap is there from the first step on."""
-    peaks = [0] * len(candidate.parts)
+    peaks, phases = [0] * len(candidate.parts), simulated.phases
     buffers = [_buffers(problem, candidate, phase) + rows_held(candidate.rows, phases, n) for n, phase in enumerate(phases)]
-    for predicted in predicted_steps:
+    for predicted in simulated.steps:
         p = predicted.step.partition
         work = predicted.slots if candidate.heap else predicted.peak
         peaks[p] = max(peaks[p], work + buffers[predicted.step.phase])
@@ -208,15 +195,15 @@ def _buffers(problem: Problem, candidate: Candidate, phase: Phase) -> int:
     if not problem.machine.host_counts or phase.kind in (PhaseKind.SPLIT, PhaseKind.MERGE):
         return 0
     first, last, _ = candidate.parts[phase.partition]
-    reading, writing = buffers_of(
+    reading, writing = planning.buffers_of(
         problem, first, last, phase.micro_batch, reads_memory=phase.source in candidate.rows,
         writes_memory=phase.last + 1 in candidate.rows,
     )  # fmt: skip
     if phase.through is None:
         return reading + (writing if phase.kind is not PhaseKind.TRAIN else 0)
-    tiers = candidate.resources.tiers
-    largest = largest_boundary([cost for _, _, cost in candidate.parts], phase.micro_batch, tiers) if "disk" in tiers else 0
-    return reading + (exchange_bytes(largest) if largest else 0)
+    costs, tiers = [cost for _, _, cost in candidate.parts], candidate.resources.tiers
+    largest = planning.largest_boundary(costs, phase.micro_batch, tiers) if "disk" in tiers else 0
+    return reading + (planning.exchange_bytes(largest) if largest else 0)
 
 
 def rows_held(rows: Mapping[int, int], phases: Sequence[Phase], number: int) -> int:
@@ -239,17 +226,14 @@ def rows_for_memory(problem: Problem, boundaries: Sequence[RowPack], recovers: b
     return rows | {p: sum(pack.home_bytes(count) for count in splits) for p, pack in enumerate(boundaries, 1)}
 
 
-def with_rows(
-    problem: Problem, candidate: Candidate, phases: Sequence[Phase], predicted_steps: Sequence[PredictedStep],
-    rows: Mapping[int, int],
-) -> Candidate:  # fmt: skip
+def with_rows(problem: Problem, candidate: Candidate, simulated: Simulation, rows: Mapping[int, int]) -> Candidate:
     """`candidate` with as many of `rows` (bytes by partition) in memory as the limit has room for; for a saved plan, those
     that it had there."""
     saved = problem.saved
     available = problem.available + (0 if saved is None else RUNTIME_VARIES)  # the runtime differs a little between processes
     for p, nbytes in rows.items() if saved is None else [(p, rows[p]) for p in sorted(saved.rows_in_memory & rows.keys())]:
         held = replace(candidate, rows={**candidate.rows, p: nbytes})
-        peak = max(peaks_by_partition(problem, held, phases, predicted_steps))
+        peak = max(peaks_by_partition(problem, held, simulated))
         if peak <= available:
             candidate = held
     return candidate
@@ -337,7 +321,7 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
     """Options of all partitions at the cut, the tier and the micro-batch of `plain`; with `offload`, offloaded graphs too."""
     candidate, speeds = plain.candidate, problem.machine.speeds
     micro_batches = -(-problem.batch_size // candidate.micro_batch)
-    shared, costs = sharing(problem, candidate.parts), [cost for _, _, cost in candidate.parts]
+    shared, costs = planning.sharing(problem, candidate.parts), [cost for _, _, cost in candidate.parts]
     found = []
     lowest = first_that_learns(candidate.parts)
     for p, cost in enumerate(costs):
@@ -352,9 +336,8 @@ def options_of(problem: Problem, plain: Prediction, *, offload: bool = False) ->
                 )
                 moved = -micro_batches * (cost.graph / up + cost.graph / down)
                 # All that offload share the buffers; where host memory is the device's own, none are needed.
-                buffers = (
-                    0 if kind is Kind.HOST and problem.machine.host_counts else graph_buffer_bytes(costs, [p]) // len(costs)
-                )
+                in_place = kind is Kind.HOST and problem.machine.host_counts
+                buffers = 0 if in_place else planning.graph_buffer_bytes(costs, [p]) // len(costs)
                 found.append(Option(p, kind, buffers, seconds - micro_batches * cost.graph / speeds.copy, moved))
         if problem.auto and not plain.method.stays and p not in shared:
             visits = 1 if p in (0, len(costs) - 1) else 2  # the first stays for the next update
@@ -384,7 +367,7 @@ def increments(options: Iterable[Option]) -> Iterator[Option]:
 def _near(problem: Problem, plain: Prediction, micro_batches: int) -> Iterator[Option]:
     """Options to keep offloaded boundaries on the device."""
     candidate, speeds = plain.candidate, problem.machine.speeds
-    handing, tiers = routing_of([cost for _, _, cost in candidate.parts]), candidate.resources.tiers
+    handing, tiers = planning.routing_of([cost for _, _, cost in candidate.parts]), candidate.resources.tiers
     for p, tier in enumerate(tiers):
         nbytes = sum(value.nbytes for value in handing.entering[p] if handing.users[value.number][0] == p)
         read, write = (speeds.up, speeds.down) if tier == "host" else (speeds.read, speeds.write)
@@ -403,7 +386,7 @@ def carried_out(problem: Problem, plain: Prediction, chosen: Sequence[Option]) -
     tiers = candidate.resources.tiers
     if tiers:
         costs, tier = [cost for _, _, cost in candidate.parts], "host" if "host" in tiers else "disk"
-        waiting = enumerate(tiers_by_room(problem, costs, candidate.micro_batch, tier))
+        waiting = enumerate(planning.tiers_by_room(problem, costs, candidate.micro_batch, tier))
         tiers = tiers_of(DEVICE if p in near else tier for p, tier in waiting)
     resources = replace(
         candidate.resources, stays=stays, weights_stay=weights - stays, slots=slots, graphs_at_host=host & away, tiers=tiers

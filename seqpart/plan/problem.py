@@ -335,15 +335,11 @@ def boundary_bytes(parts: Sequence[PartitionCost], batch: int, micro_batch: int,
 
 def tiers_by_room(problem: Problem, parts: Sequence[PartitionCost], micro_batch: int, tier: str) -> Tiers:
     """Places all boundaries in `tier`; in host memory as many as there is room for, and the others on the disk."""
-    tiers, at = (tier,) * len(parts) if tier != DEVICE else (), len(parts)
-    while (
-        tier == "host"
-        and at
-        and boundary_bytes(parts, problem.batch_size, micro_batch, tiers, tier) > problem.machine.host_room
-    ):
-        at -= 1
-        tiers = (tier,) * at + ("disk",) * (len(parts) - at)
-    return tiers
+    if tier != "host":
+        return (tier,) * len(parts) if tier != DEVICE else ()
+    room, batch = problem.machine.host_room, problem.batch_size
+    places = (("host",) * at + ("disk",) * (len(parts) - at) for at in range(len(parts), -1, -1))
+    return next(tiers for tiers in places if boundary_bytes(parts, batch, micro_batch, tiers, "host") <= room)
 
 
 def host_boundaries(problem: Problem, parts: Parts, micro_batch: int, tiers: Tiers) -> int:
@@ -392,11 +388,7 @@ def host_places(
         costs = problem.costs_at(micro_batches(problem)[0])
         waits = problem.defers_updates and states and len(parts) > 1  # gradients, at home, for their norm
         homes = [
-            (
-                round_up(max(cost.weights, 1)),
-                state.padded_nbytes if states else 0,
-                cost.gradient_layout.padded_nbytes if waits else 0,
-            )
+            (round_up(max(cost.weights, 1)), states * state.padded_nbytes, waits * cost.gradient_layout.padded_nbytes)
             for cost, state in zip(costs, problem.states, strict=True)
         ]
         placed = [[size for home in homes[first:last] for size in home if size] for first, last, _ in parts]

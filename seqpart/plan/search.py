@@ -212,19 +212,12 @@ def _filled(problem: Problem, plain: Prediction, chosen: Sequence[Option], optio
     return best
 
 
-def _rooms(problem: Problem, now: Prediction) -> tuple[list[int], int]:
-    """Returns the bytes left while each partition works; and 0 if a kept graph counts while its own partition works, 1 if only
-    while the later ones do."""
-    candidate = now.candidate
-    per_byte = heap_bytes(1) if candidate.resources.keeps_heap else 1
-    others_wait = not now.method.stays and candidate.micro_batch < problem.batch_size  # graphs of other micro-batches
-    return [problem.available - now.peak + per_byte * (now.working - work) for work in now.works], 0 if others_wait else 1
-
-
 def _packed(problem: Problem, now: Prediction, taken: Sequence[Option], options: Sequence[Option]) -> list[Option]:
     """Options beside `taken`, in their order, that fit by the sum of bytes: what stays counts while all partitions work, a kept
     graph from its own forward pass to its backward pass, so while later partitions work."""
-    left, behind = _rooms(problem, now)
+    per_byte = heap_bytes(1) if now.candidate.resources.keeps_heap else 1
+    left = [problem.available - now.peak + per_byte * (now.working - work) for work in now.works]
+    others_wait = not now.method.stays and now.candidate.micro_batch < problem.batch_size  # graphs of other micro-batches
     chosen = {kind: {o.partition: o for o in taken if o.kind is kind} for kind in Kind}
     packed: list[Option] = []
     for option in options:
@@ -233,7 +226,7 @@ def _packed(problem: Problem, now: Prediction, taken: Sequence[Option], options:
             continue
         inner = chosen[Kind.WEIGHTS].get(p) if kind is Kind.STAY else None
         nbytes = (option if inner is None else option.beyond(inner)).takes(now.candidate.resources)
-        first = p + behind if kind in (Kind.KEEP, Kind.BOUNDARY) else 0
+        first = (p if others_wait else p + 1) if kind in (Kind.KEEP, Kind.BOUNDARY) else 0
         if min(left[first:], default=0) >= nbytes:
             packed.append(option)
             chosen[kind][p] = option

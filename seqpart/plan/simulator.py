@@ -256,8 +256,7 @@ class Simulator:
         }
 
     def run(self, steps: Iterable[Step]) -> Iterator[PredictedStep]:
-        for step in steps:
-            yield self.take(step)
+        return map(self.take, steps)
 
     def take(self, step: Step) -> PredictedStep:
         work = self._do[step.verb]
@@ -427,7 +426,8 @@ class Simulator:
             written = rows * part.output_row if p == phase.last and phase.hands_on(len(self._partitions)) else 0
             if p == phase.partition and phase.breadth_first:
                 self._hold_values(part.entering, step.micro_batch)
-            peak = self._now + part.inference_peak - (self._one_boundary(part, step.micro_batch) if phase.breadth_first else 0)
+            held = self._held_of(part.entering, step.micro_batch) // self._alike if phase.breadth_first else 0
+            peak = self._now + part.inference_peak - held
             if phase.partition != phase.last:
                 self._free_values(self._routing.used_up(p), step.micro_batch)
                 if p < phase.last:
@@ -516,16 +516,13 @@ class Simulator:
             elif not wanted:
                 self._free("boundary", value.number, m)
 
-    def _one_boundary(self, part: PartitionCost, m: int) -> int:
-        return self._held_of(part.entering, m) // self._alike
-
     def _held_of(self, values: Sequence[Value], m: int) -> int:
         return sum(self._held.get(("boundary", value.number, m), 0) for value in values)
 
     def _entered(self, phase: Phase, p: int, part: PartitionCost, m: int) -> int:
         """Bytes held of the entering boundary that the step's own peak counts too; 0 for rows that wait for other pairs, which
         the step copies."""
-        return 0 if phase.keeps_rows(p) else self._one_boundary(part, m)
+        return 0 if phase.keeps_rows(p) else self._held_of(part.entering, m) // self._alike
 
     def _hold_values(self, values: Sequence[Value], m: int, rows: int | None = None) -> None:
         for value in values:
@@ -546,14 +543,17 @@ class Simulator:
         return span.stop - span.start
 
 
-def simulate(
-    phases: Phases, partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources
-) -> tuple[list[Phase], list[PredictedStep], float]:
-    """Returns (phases simulated, predicted steps, seconds of the whole run). Only the first updates of a pass, and its last,
-    are simulated.
+class Simulation(NamedTuple):
+    """The phases of a run that were simulated, the steps of these, and the seconds of the whole run."""
 
-    Passes that differ in nothing but the epoch are simulated twice and counted.
-    """
+    phases: list[Phase]
+    steps: list[PredictedStep]
+    seconds: float
+
+
+def simulate(phases: Phases, partitions: Sequence[PartitionCost], speeds: Speeds, resources: Resources) -> Simulation:
+    """Simulates a run: of a pass only the first updates and the last, and of passes that differ in nothing but the epoch two,
+    which are counted."""
     short, more, stands_for = shortened(phases)
     simulator = Simulator(short, partitions, speeds, resources, stands_for=stands_for)
     predicted_steps = list(simulator.run(steps_of(short)))
@@ -571,4 +571,4 @@ def simulate(
             first = ends[number - 1][-1] if number else 0.0
         steady = (last - first) / max(1, short[number].updates - 1)
         seconds += steady * (updates * (1 + repeats) - short[number].updates)
-    return short, predicted_steps, seconds
+    return Simulation(short, predicted_steps, seconds)

@@ -14,9 +14,7 @@ from seqpart.store.layout import TensorSpec
 from seqpart.units import format_size
 
 
-def late_parameters(
-    chain: Chain, costs: Sequence[BlockCost], frozen: Frozen, per_epoch: int, updates: int
-) -> dict[str, int]:  # fmt: skip
+def late_parameters(chain: Chain, costs: Sequence[BlockCost], frozen: Frozen, per_epoch: int, updates: int) -> dict[str, int]:
     """Returns {name: number of updates before the parameter learns} of those that do not learn from the beginning.
 
     per_epoch, updates: of an epoch, and of the run. Raises OptionError for times beyond the run, and where at first nothing

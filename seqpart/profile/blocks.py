@@ -247,7 +247,7 @@ _sampled: "WeakKeyDictionary[Block, dict[object, tuple[BlockCost, BlockCost]]]" 
 
 def _measure_values(
     block: Block, taken: Sequence[Value], granule: int, autocast: torch.dtype | None, narrows: bool
-) -> BlockCost:  # fmt: skip
+) -> BlockCost:
     """Measures a block whose shapes depend on values, as experts' do, with real values of few rows. More rows are
     extrapolated from two such runs, and the trial at the plan's micro-batch adds what it takes beyond that."""
     rows, positions = taken[0].rows, max(prod(value.shape[1:-1]) for value in taken)
@@ -409,7 +409,7 @@ def _watch_training(
 
 def _run_in_training(
     block: Block, module: nn.Module, tensors: dict[str, torch.Tensor], xs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     """Runs a forward pass. Raises ModelError if it changes a parameter: such a change is lost when the partition leaves."""
     ys, changed, _ = changes_of(module, tensors, xs)
     for name, tensor in tensors.items():
@@ -465,8 +465,8 @@ def measure_loss(
     mode = FakeMode()
     module, tensors = (nn.Module(), dict[str, torch.Tensor]()) if block is None else block.fake(mode)
     with mode:
-        learns = dtype.is_floating_point or dtype.is_complex
-        given = [torch.empty((batch, *output_shape), dtype=dtype, requires_grad=learns), *map(mode.from_tensor, labels)]
+        output = torch.empty((batch, *output_shape), dtype=dtype, requires_grad=has_gradients(dtype))
+        given = [output, *map(mode.from_tensor, labels)]
     with mode, with_tensors(module, tensors), SameTypes(), LiveBytes(granule) as live:  # type: ignore[no-untyped-call]
         live.ignore([*given, *tensors.values()])
         loss(*given).backward()  # type: ignore[no-untyped-call]

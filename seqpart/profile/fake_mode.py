@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from seqpart.device.compiler import enter, leave, without_compiler
+from seqpart.device.compiler import without_compiler
 from seqpart.device.pages import round_up
 from seqpart.errors import ModelError
 from seqpart.interrupts import put_off
@@ -81,12 +81,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = self.live
 
 
-def tensors_in(result: Any) -> Iterator[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for part in result:
-            yield from tensors_in(part)
+def tensors_in(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 _WRITE_LATE = ("rrelu_with_noise", "rrelu_with_noise_")
@@ -137,9 +133,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "FakeMode":
         self._around.append(ExitStack())
-        self._around[-1].enter_context(put_off())
-        self._around[-1].enter_context(_unchecked())
-        enter()
+        for context in (put_off(), _unchecked(), without_compiler()):
+            self._around[-1].enter_context(context)
         super().__enter__()
         return self
 
@@ -147,7 +142,6 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         try:
             super().__exit__(*error)
         finally:
-            leave()
             self._around.pop().close()
 
 
@@ -364,7 +358,7 @@ class CastUses(TorchDispatchMode):
 
 def changes_of(
     module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor]
-) -> tuple[tuple[torch.Tensor, ...], set[str], set[int]]:  # fmt: skip
+) -> tuple[tuple[torch.Tensor, ...], set[str], set[int]]:
     """Runs `module` on `xs` with `tensors` in place of its own. Returns (outputs, names of those of `tensors` that it changes
     in whatever way, storages that it writes into)."""
     changed = set[str]()
@@ -376,7 +370,7 @@ def changes_of(
 
 def _refuse_changes_of(
     names: Sequence[str], module: nn.Module, tensors: Mapping[str, torch.Tensor], xs: Sequence[torch.Tensor]
-) -> None:  # fmt: skip
+) -> None:
     """Raises ModelError if a forward pass in training writes into buffers that the module also holds in attributes or lists."""
     module.train()
     with torch.no_grad():

@@ -105,16 +105,12 @@ class InitialWeights:
             name for name in match.unexpected if name not in buffers and match.prefix + name not in buffers
         ]  # but for buffers that a state_dict leaves out today
         if not partial and (missing or unexpected):
+            differ = {"missing": missing, "not in the model": unexpected}
             raise ModelError(
                 f"{files.path} does not have the weights of this model, no more and no fewer: "
-                + "; ".join(
-                    text for text in (
-                        f"missing: {_some(missing)}" if missing else "",
-                        f"not in the model: {_some(unexpected)}" if unexpected else "",
-                    ) if text
-                )
+                + "; ".join(f"{what}: {_some(names)}" for what, names in differ.items() if names)
                 + ". With --weights-partial what is missing stays as initialized, and the rest is ignored."
-            )  # fmt: skip
+            )
         without = [
             block.exported(name) for block in blocks for name in sorted(empty.get(block.number, ()))
             if name not in self._sources.get(block.number, {})

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -193,16 +194,9 @@ def speeds_of(hardware: Hardware, autocast: torch.dtype | None = None) -> Speeds
 
 def existing(folder: Path) -> Path:
     """Returns the nearest parent directory that exists, or `folder` itself."""
-    while not folder.exists():
-        folder = folder.parent
-    return folder
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def seconds_of(work: Callable[[], object], repeats: int = 3) -> float:
     """Shortest of `repeats` timings of `work`, in seconds."""
-    best = float("inf")
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - began)
-    return best
+    return min(timeit.repeat(work, number=1, repeat=repeats, timer=time.perf_counter))

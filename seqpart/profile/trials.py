@@ -238,8 +238,8 @@ class Trials:
         sampler = Sampler(MemoryUsage(self._device), limit=1 << 62)
         sampler.start()
         try:
-            with put_off(), _left_alone(block, self._device), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's compiler looks at gradients of tensors that have none
+            quiet = warnings.catch_warnings(action="ignore")  # torch's compiler looks at gradients of tensors that have none
+            with put_off(), _left_alone(block, self._device), quiet:
                 self._call_as_in_a_run(number, rows)
         except Exception as error:
             if self._device.is_out_of_memory(error) or "out of memory" in str(error):  # or the C++ compiler's
@@ -263,7 +263,7 @@ class Trials:
             f"compiling takes {format_size(peak)} with what the process holds (torch's compiler, and a C++ compiler beside "
             f"it), and the limit leaves {format_size(most)} after its margin. Leave --compile out, or give more.",
             limit_for(peak + self.beside + _UNMEASURED),
-        )  # fmt: skip
+        )
 
     def _call_as_in_a_run(self, number: int, rows: int) -> None:
         """Calls a block once in every way that a run does: code is made for each. Weights may learn or not in evaluation."""
@@ -484,12 +484,11 @@ def _alone(cost: BlockCost) -> int:
 
 def _weight_of_convolution(block: Block, *, dilated: bool) -> int:
     """Bytes of a block's largest weight of a convolution; of a dilated one in all threads, each of which has copies of it."""
-    found = [one for one in block.fake(FakeMode())[0].modules() if isinstance(one, _ConvNd)]
-    sizes = [
+    sizes = (
         one.out_channels * one.in_channels // one.groups * math.prod(one.kernel_size) * one.weight.itemsize
-        for one in found
-        if not dilated or max(one.dilation) > 1
-    ]  # a live module's weights are empty
+        for one in block.fake(FakeMode())[0].modules()
+        if isinstance(one, _ConvNd) and (not dilated or max(one.dilation) > 1)
+    )  # a live module's weights are empty
     return max(sizes, default=0) * (torch.get_num_threads() if dilated else 1)
 
 

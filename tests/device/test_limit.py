@@ -16,7 +16,7 @@ from seqpart.device.limit import WARM_UP_BYTES, enforced, growth_beside, measure
 from seqpart.device.sampler import Proof, Sampler
 from seqpart.device.usage import MemoryUsage, Reading, read_process
 from seqpart.errors import DataError, DoesNotFit, OptionError, OutOfMemory
-from seqpart.model.optimizers import chosen
+from seqpart.model.optimizers import choose
 from seqpart.profile.fake_mode import LiveBytes
 from seqpart.profile.machine import measure_speeds, seconds_of
 from seqpart.units import parse_size
@@ -266,7 +266,7 @@ def test_what_is_done_before_a_plan_takes_no_more_than_the_least_peak(tmp_path):
 
     def work():
         warm_up(Device())
-        measure_speeds(Device(), chosen("adam", 0.1, 0.0, 0.0, 0.9), 256, tmp_path)
+        measure_speeds(Device(), choose("adam", lr=0.1), 256, tmp_path)
 
     with Device().settled():  # as in a run: what was free before would hide what is taken
         work()  # libraries are loaded, and threads started

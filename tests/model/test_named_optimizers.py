@@ -227,10 +227,11 @@ def test_the_values_of_8_bits_are_the_library_s(signed):
 
 @given(numbers=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=50), signed=st.booleans())
 def test_the_nearest_value_is_found(numbers, signed):
-    values = torch.tensor(_values(signed=signed))
+    table = _values(signed=signed)
+    values = torch.tensor(table)
     given = torch.tensor(numbers) if signed else torch.tensor(numbers).abs()
     assert torch.equal(
-        _Nearest(values)(given, _Rooms(len(given))), torch.bucketize(given, (values[1:] + values[:-1]) / 2).to(torch.uint8)
+        _Nearest(table)(given, _Rooms(len(given))), torch.bucketize(given, (values[1:] + values[:-1]) / 2).to(torch.uint8)
     )
 
 

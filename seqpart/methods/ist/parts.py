@@ -36,7 +36,7 @@ class PartBlock(Block):
         first = (part + 1) * _values(whole)
         self.takes, self.gives = (tuple(first + number for number in numbers) for numbers in (origin.takes, origin.gives))
         self.draws_as = part * blocks + origin.number  # a single part draws the same random numbers as the whole
-        self._same = like
+        self.same_as = like
 
     def __str__(self) -> str:
         return f"block {self.origin.number} ({self.kind}) of subnet {self.part}"
