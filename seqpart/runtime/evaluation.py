@@ -39,10 +39,9 @@ def predict(setup: Setup, data: object, weights: str | Path | None) -> Any:
     """Returns what the model returns for the rows of `data`: see `Trainer.predict`."""
     if are_named(data):
         return {name: predict(setup, part, weights) for name, part in data.items()}
-    setup = copy.copy(setup)
+    data, setup = without_labels(setup.with_inputs(data)), copy.copy(setup)
     setup.loss, setup.labelled, setup.steps = WithoutLabels(of_no_loss), False, None
     setup.settings = replace(setup.settings, loss=None, label_smoothing=0.0, loss_chunks="auto")
-    data = without_labels(setup.with_inputs(data))
     split = in_type_of(setup.model, rows_to_evaluate(data, setup.settings, setup.padding))
     with closing(Predictions(existing(setup.scratch_parent))) as found:
         evaluate_rows(setup, f"predictions for {split.count} rows", split, weights, found)

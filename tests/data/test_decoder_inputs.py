@@ -78,6 +78,13 @@ def test_they_train_as_in_a_plain_loop(kind, form, tmp_path):
         assert torch.equal(tensor, expected[key]), key
 
 
+def test_predictions_see_the_labels_before_each_one_as_in_training():
+    model = t5()
+    expected = model.eval()(TOKENS, labels=LABELS).logits.detach()
+    found = Trainer(model.train(), "model", mem_limit="2GB", method="full", batch_size=12, quiet=True).predict((TOKENS, LABELS))
+    torch.testing.assert_close(found["logits"], expected)
+
+
 def test_inputs_that_are_given_and_labels_of_classes_stay_as_they_are():
     sizes = {"vocab_size": 50, "d_model": 16, "num_labels": 3, **LAYERS}
     bart = transformers.BartForSequenceClassification(transformers.BartConfig(**sizes))
