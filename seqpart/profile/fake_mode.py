@@ -5,7 +5,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from seqpart.device.compiler import without_compiler
+from seqpart.device.device import Device
 from seqpart.device.pages import round_up
 from seqpart.errors import ModelError
 from seqpart.interrupts import put_off
@@ -266,7 +267,7 @@ def quiet_random(cure: str = "") -> Iterator[None]:
 def cast(autocast: torch.dtype | None) -> AbstractContextManager[object]:
     """The autocast context of the executor's forward pass: narrow copies of weights are freed after it, except those that
     autograd saved. Fake tensors are on the CPU, whatever the device will be."""
-    return nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
+    return Device().autocast(autocast)
 
 
 class Writes(TorchDispatchMode):

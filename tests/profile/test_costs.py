@@ -184,6 +184,21 @@ def test_costs_under_autocast_equal_the_bytes_of_a_real_run_under_it(name, narro
     assert_as_real(factory, shape, autocast=narrow)
 
 
+def test_under_autocast_a_weight_that_is_used_twice_is_cast_twice():
+    """The costs had torch's cache of casts, and the run has none."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.layer(self.layer(x)).float()
+
+    (cost,) = measure_chain(as_chain([Twice()]), (64,), 4, autocast=torch.bfloat16)
+    assert cost.saved >= 2 * (64 * 64 * 2)
+
+
 def test_autocast_s_narrow_copies_of_weights_are_counted_for_as_long_as_they_live():
     cost = cost_of(lambda: nn.Linear(24, 10), (24,), autocast=torch.bfloat16)
     x, y, weight, bias = BATCH * 24 * 2, BATCH * 10 * 2, 240 * 2, 10 * 2
