@@ -25,17 +25,6 @@ from seqpart.checkpoint.resume import as_state
 from seqpart.data.padding import Padding
 from seqpart.errors import Interrupted, OptionError
 from seqpart.integrations import hf_arguments, hf_data, hf_losses
-from seqpart.integrations.hf_arguments import (
-    RUN,
-    Given,
-    Lengths,
-    OwnOptimizer,
-    lengths_of,
-    options_of,
-    refuse_what_is_not_taken,
-    text,
-    wanted_of,
-)
 from seqpart.integrations.hf_callbacks import Relay
 from seqpart.integrations.hf_data import Predictions, base_of
 from seqpart.model.losses import LossSource
@@ -68,8 +57,9 @@ class Trainer:
         self, model: Any = None, args: TrainingArguments | None = None, data_collator: Any = None, train_dataset: Any = None,
         eval_dataset: Any = None, processing_class: Any = None, model_init: Callable[[], Any] | None = None,
         compute_loss_func: Callable[..., Any] | None = None, compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
-        callbacks: Sequence[Any] | None = None, optimizers: Given = (None, None),
-        optimizer_cls_and_kwargs: OwnOptimizer | None = None, preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        callbacks: Sequence[Any] | None = None, optimizers: hf_arguments.Given = (None, None),
+        optimizer_cls_and_kwargs: hf_arguments.OwnOptimizer | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         *, padding: Padding | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         if (model is None) is (model_init is None):
@@ -151,10 +141,10 @@ class Trainer:
         train, tests = self._loaders(lengths)
         place = self._output_dir if resume_from_checkpoint is True else resume_from_checkpoint
         resume = Path(place) if place else None
-        if resume is not None and (resume / RUN).is_dir():
-            resume /= RUN
+        if resume is not None and (resume / hf_arguments.RUN).is_dir():
+            resume /= hf_arguments.RUN
         began = time.time()
-        with self._collecting(wanted_of(self.args, self._sets)[1]) as collector:
+        with self._collecting(hf_arguments.wanted_of(self.args, self._sets)[1]) as collector:
             self._relay.begin(lengths, self._sets, collector.names if collector is not None else ())
             if resume is not None and has_checkpoint(resume):
                 self._relay.recall(as_state(manifests.load(resume)).loop.evaluations.all)
@@ -288,16 +278,16 @@ class Trainer:
     @property
     def _tests(self) -> bool:
         """True if there are evaluations during training."""
-        return text(self.args.eval_strategy) != "no"
+        return hf_arguments.text(self.args.eval_strategy) != "no"
 
     @property
     def _sets(self) -> dict[str, Any]:
         """The evaluation sets by name; one alone has the name ""."""
         return self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
 
-    def _lengths(self) -> Lengths:
+    def _lengths(self) -> hf_arguments.Lengths:
         hf_data.refuse_unknown(self.train_dataset, "train_dataset")
-        lengths = lengths_of(self.args, len(self.train_dataset))
+        lengths = hf_arguments.lengths_of(self.args, len(self.train_dataset))
         if not lengths.rows:
             raise OptionError(
                 f"dataloader_drop_last: {len(self.train_dataset)} rows make no whole batch of "
@@ -315,8 +305,8 @@ class Trainer:
         if (config := getattr(self.model, "config", None)) is not None:
             config.use_cache = False
         self._relay.renew(self.args, self.model, self.processing_class)
-        lengths = self._lengths() if self.train_dataset is not None else lengths_of(args, 1)
-        options = options_of(args, lengths, self._sets if self._tests else ())
+        lengths = self._lengths() if self.train_dataset is not None else hf_arguments.lengths_of(args, 1)
+        options = hf_arguments.options_of(args, lengths, self._sets if self._tests else ())
         options["optimizer"], options["lr_schedule"] = self._optimizer(lengths.updates)
         clash = sorted(set(options) & set(self._options))
         if clash:
@@ -340,14 +330,15 @@ class Trainer:
     def _refuse(self) -> None:
         """Raises OptionError for arguments that cannot be honoured, or contradict each other."""
         args, sets = self.args, self._sets
-        refuse_what_is_not_taken(args, but=self._own_fields())
+        hf_arguments.refuse_what_is_not_taken(args, but=self._own_fields())
         if self.optimizer_cls_and_kwargs is not None and (self.optimizer, self.lr_scheduler) != (None, None):
             raise OptionError("optimizers: optimizer_cls_and_kwargs says it too. Leave one out.")
         if self._tests and all(one is None for one in sets.values()):
             raise OptionError(
-                f"eval_strategy {text(args.eval_strategy)}: eval_dataset is missing. Give one, or eval_strategy='no'."
+                f"eval_strategy {hf_arguments.text(args.eval_strategy)}: eval_dataset is missing. Give one, or "
+                "eval_strategy='no'."
             )
-        if (wanted := wanted_of(args, sets)[1]) != "loss" and self.compute_metrics is None:
+        if (wanted := hf_arguments.wanted_of(args, sets)[1]) != "loss" and self.compute_metrics is None:
             raise OptionError(f"metric_for_best_model {wanted}: compute_metrics is missing, which has to find it.")
 
     def _read(self, name: str, data: Any) -> tuple[Any, hf_data.Batches]:
@@ -367,10 +358,10 @@ class Trainer:
         config = getattr(self.model, "config", None)
         return hf_data.padding_of(self._padding, collator, self.processing_class, config)
 
-    def _order(self, data: Any, lengths: Lengths) -> Any:
+    def _order(self, data: Any, lengths: hf_arguments.Lengths) -> Any:
         return hf_data.order_of(data, self.args, lengths.rows, lengths.batch, self.processing_class)
 
-    def _loaders(self, lengths: Lengths) -> tuple[Any, Any]:
+    def _loaders(self, lengths: hf_arguments.Lengths) -> tuple[Any, Any]:
         """Returns the loaders of the training rows and, if there are evaluations, of their rows: all padded to one length."""
         several = [self._read("train_dataset", self.train_dataset)]
         if self._tests:

@@ -23,19 +23,7 @@ from seqpart.device.sampler import Proof
 from seqpart.errors import SeqpartError, in_arguments
 from seqpart.files import added_to, made
 from seqpart.plan.plan import Plan, as_text_rows
-from seqpart.report.terminal import (
-    LOGGER,
-    UNLIMITED,
-    as_lines,
-    as_many,
-    bar_line,
-    is_heard,
-    plan_table,
-    standard_output,
-    width_for_table,
-    width_of,
-    wrapped,
-)
+from seqpart.report import terminal
 from seqpart.schedule.phase import Phase, PhaseKind
 from seqpart.schedule.phases import counted
 from seqpart.schedule.steps import Event, PhaseBegun, PhaseDone, Position, StepDone, Verb
@@ -113,23 +101,23 @@ class Reporter:
 
     def say(self, text: str, level: int = logging.INFO) -> None:
         text = self._worded(text)
-        LOGGER.log(level, "%s", text)
-        if not is_heard(level):
-            width = width_of(self.console)
-            self.console.print(text if width is None else wrapped(text, width), markup=False)
+        terminal.LOGGER.log(level, "%s", text)
+        if not terminal.is_heard(level):
+            width = terminal.width_of(self.console)
+            self.console.print(text if width is None else terminal.wrapped(text, width), markup=False)
 
     def warn(self, text: str) -> None:
         self.say(text, logging.WARNING)
 
     def plan(self, plan: Plan) -> None:
-        rows, width = as_text_rows(plan), width_for_table(self.console)
-        table, left_out = plan_table(rows, width)
+        rows, width = as_text_rows(plan), terminal.width_for_table(self.console)
+        table, left_out = terminal.plan_table(rows, width)
         self.say(plan_title(plan))
-        if is_heard(logging.INFO):
-            LOGGER.info("%s", as_lines(plan_table(rows, None)[0]))
+        if terminal.is_heard(logging.INFO):
+            terminal.LOGGER.info("%s", terminal.as_lines(terminal.plan_table(rows, None)[0]))
             left_out = ()
         else:
-            self.console.width = width or UNLIMITED
+            self.console.width = width or terminal.UNLIMITED
             self.console.print(table)
         if left_out:
             self.say(f"left out, for a wider terminal: {', '.join(left_out)}")
@@ -187,7 +175,7 @@ class Reporter:
             f"{_who(phase)} {_WHAT[phase.kind] + epoch:<15} loss {event.loss:8.4f}", accuracy, f"  {event.seconds:6.1f} s",
             f"  {speed:8.0f} samples/s", *(f"  {name} {number:.4f}" for name, number in single(event.metrics).items()),
         )  # fmt: skip
-        self.say(as_many(parts, width_of(self.console), short=short))
+        self.say(terminal.as_many(parts, terminal.width_of(self.console), short=short))
 
     def end(self) -> None:
         if self._bar is not None:
@@ -227,7 +215,7 @@ def single(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
 
 def _console(quiet: bool) -> Console:
     # emoji: their names, which nobody writes here, would take 0.8 MB of the limit.
-    return Console(quiet=quiet, emoji=False, highlight=False, soft_wrap=True, file=standard_output())
+    return Console(quiet=quiet, emoji=False, highlight=False, soft_wrap=True, file=terminal.standard_output())
 
 
 def _who(phase: Phase) -> str:
@@ -301,7 +289,7 @@ class _Bar:
     def _show(self) -> None:
         now = self._shown = time.perf_counter()
         task = self._progress.tasks[0]
-        line = bar_line(
+        line = terminal.bar_line(
             self._what, task.percentage / 100, task.time_remaining, self._rows / max(now - self._began, 1e-9), self._used(),
             self._limit, width=self._console.width,
         )  # fmt: skip
@@ -362,7 +350,7 @@ class _Line(logging.Handler):
     def __init__(self, reporter: Reporter) -> None:
         super().__init__()
         self._reporter, self._file = reporter, reporter.console.file
-        self._width = width_of(reporter.console)
+        self._width = terminal.width_of(reporter.console)
         self._last = time.monotonic() - (0 if self._width is None else _SHOWN)
         self._is_there = False
 

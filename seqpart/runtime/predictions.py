@@ -93,7 +93,7 @@ class RowFile:
                 f"predict: expected rows of one shape from the model; found {self._shape} and {tuple(tensor.shape[1:])}, of "
                 "two micro-batches. Pad what it returns to one length, or predict such rows apart."
             )
-        plain = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+        plain = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy(force=True)
         self._shape, self._dtype = plain.shape[1:], plain.dtype
         self._rows += len(plain)
         self._file.write(np.ascontiguousarray(plain).tobytes())

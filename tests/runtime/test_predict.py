@@ -177,7 +177,10 @@ class Made(nn.Module):
         return self.make(self.layer(x))
 
 
-@pytest.mark.parametrize("make", [lambda y: y.argmax(1), lambda y: y.topk(2).indices, torch.fft.rfft, lambda y: y > 0])
+@pytest.mark.parametrize(
+    "make",
+    [lambda y: y.argmax(1), lambda y: y.topk(2).indices, torch.fft.rfft, lambda y: torch.fft.rfft(y).conj(), lambda y: y > 0],
+)
 def test_whole_numbers_and_complex_ones_are_predicted_too(make, tmp_path):
     """They were refused in the words of a loss that nobody had given."""
     model = Made(make)
