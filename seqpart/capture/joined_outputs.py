@@ -235,10 +235,13 @@ class LossOfOutputs:
 
     def row_dims(self, output: torch.Tensor) -> list[int | None]:
         """Returns the dimension of the rows of each tensor that `returned` returns, in order; None where it has none."""
-        returned = self._by_width[output.shape[1]]
-        numbers = [leaf.number for leaf in leaves(opened(returned.tree)) if isinstance(leaf, Ref)]
-        parts = [returned.parts[number] if number < len(returned.parts) else None for number in numbers]
-        return [part.dim if part is not None and part.times else None for part in parts if part is None or not part.left_out]
+        shapes = [
+            [leaf.shape for leaf in leaves(self.returned(rows)) if isinstance(leaf, torch.Tensor)]
+            for rows in (output, torch.cat([output, output[:1]]))
+        ]
+        return [
+            next((dim for dim in range(len(one)) if one[dim] != more[dim]), None) for one, more in zip(*shapes, strict=True)
+        ]
 
     def scores(self, output: torch.Tensor, labels: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns scores and labels for the accuracy: those of the loss, or of the logits or first tensor, rows first."""

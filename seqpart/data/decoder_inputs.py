@@ -43,13 +43,13 @@ def _shift_of(model: object) -> Shift | None:
     """Returns what makes decoder_input_ids of labels in the model's forward; None if it does not, as far as names tell."""
     of_peft: Any = getattr(model, "get_base_model", None)  # whose forward may take anything
     base: Any = model if of_peft is None else of_peft()
-    kinds = {kind.__name__: sys.modules[kind.__module__] for kind in type(base).__mro__}
+    kinds = {kind.__name__: sys.modules.get(kind.__module__) for kind in type(base).__mro__}
     if all(one.name != _NAME for one in forward_parameters(base)) or _MASKED & kinds.keys():
         return None
     if callable(own := getattr(base, "prepare_decoder_input_ids_from_labels", None)):
         return own  # type: ignore[no-any-return]
     homes = [module for name, module in kinds.items() if name.endswith("ForConditionalGeneration")]
-    shift = next((vars(home)["shift_tokens_right"] for home in homes if "shift_tokens_right" in vars(home)), None)
+    shift = next(filter(None, (getattr(home, "shift_tokens_right", None) for home in homes)), None)
     if shift is None or len(inspect.signature(shift).parameters) != 3:
         return None
     return lambda labels: shift(labels, base.config.pad_token_id, base.config.decoder_start_token_id)

@@ -352,7 +352,7 @@ class Trainer:
         size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
         padding = self._padding_for(collator, data)
         more.setdefault("needs_labels", self._labelled)
-        return hf_data.Batches(collator=collator, name=name, size=size, padding=padding, **more)
+        return hf_data.Batches(collator=collator, name=name, size=size, padding=padding, pads=self._labelled, **more)
 
     def _padding_for(self, collator: Any, data: Any) -> Padding:
         config = getattr(self.model, "config", None)

@@ -39,6 +39,8 @@ class Batches:
     padding: Padding
     """Lengths and values for padding."""
     needs_labels: bool = True
+    pads: bool = True
+    """False if the model's loss may count places that are padded: a softmax over the positions of an answer."""
     like: Mapping[str, torch.Tensor] | None = None
     """A batch whose labels serve as a model for missing ones; None: none are missing."""
 
@@ -96,6 +98,12 @@ class Batches:
 
     def refuse_unpadded(self, short: Iterable[Key], *, has_mask: bool) -> None:
         """Raises DataError if an input of `short`, whose batches differ in length, cannot be padded."""
+        short = list(short)
+        if short and not self.pads:
+            raise DataError(
+                f"{self.name}: batches differ in length, in {short[0]}, and the model finds its loss without labels that say "
+                "which places count. Pad all to one length: padding='max_length' in the tokenizer, or in the collator."
+            )
         self.padding.refuse_unknown(short, self.name)
         if "input_ids" in short and not has_mask:
             raise DataError(

@@ -12,7 +12,7 @@ pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install
 
 from transformers.trainer_pt_utils import LengthGroupedSampler  # noqa: E402
 
-from seqpart.errors import ModelError, OptionError  # noqa: E402
+from seqpart.errors import DataError, ModelError, OptionError  # noqa: E402
 from seqpart.integrations.hf import Trainer  # noqa: E402
 from seqpart.integrations.hf_others import under_limit  # noqa: E402
 from tests.hugging_face import (  # noqa: E402
@@ -100,6 +100,15 @@ def test_a_model_that_finds_its_loss_without_labels_trains_and_is_evaluated(make
         assert {name: pytest.approx(one[name], rel=1e-6) for name in other} == other
     with pytest.raises(OptionError, match="takes no `labels` that they could give"):
         ours.predict(rows[16:])
+
+
+def test_texts_of_several_lengths_are_refused_where_the_loss_is_over_positions(tmp_path):
+    """It counted the places that were padded up to the longest text of all."""
+    model, rows = answering()
+    rows = [{**row, "input_ids": row["input_ids"][: 8 + at % 2]} for at, row in enumerate(rows)]
+    data = {"train_dataset": rows, "data_collator": transformers.default_data_collator}
+    with pytest.raises(DataError, match="train_dataset: batches differ in length, in input_ids, and the model finds its loss"):
+        Trainer(model, arguments(tmp_path, per_device_train_batch_size=1), mem_limit="2GB", **data).train()
 
 
 def little_language_model():

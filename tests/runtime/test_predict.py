@@ -114,6 +114,16 @@ def test_rows_in_another_dimension_and_tensors_without_rows_are_as_the_model_ret
         torch.testing.assert_close(found[name], tensor.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("make", [lambda y: (y, torch.stack([y, y.relu() * 0])), lambda y: (y, (y > 9).t())])
+def test_tensors_that_functions_make_of_others_have_their_rows_where_they_have_them(make, tmp_path):
+    """Where they were equal in all micro-batches, those of the first stood for all rows."""
+    model = Made(make)
+    for tensor, expected in zip(
+        trainer(model, tmp_path, method="full", partitions=1).predict(X), make(model.layer(X)), strict=True
+    ):
+        torch.testing.assert_close(tensor, expected.detach())
+
+
 def test_a_number_of_each_micro_batch_is_refused(tmp_path):
     with pytest.raises(ModelError, match="found numbers, or a tensor without rows, that differ between micro-batches"):
         trainer(Recurrent(mean=True), tmp_path, method="full", partitions=1).predict(X)
