@@ -137,7 +137,8 @@ class Executor:
             try:
                 self._end_update(step)
             except Exception:
-                self.progress.position = before if tests else self.position
+                if tests:  # which are to begin again
+                    self.progress.position = before
                 raise
         self._in_step = False
         took = time.perf_counter() - began
