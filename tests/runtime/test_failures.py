@@ -484,6 +484,6 @@ def test_a_metric_that_keeps_all_outputs_does_not_pass_the_limit(tmp_path):
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8192))
     options = {"mem_limit": "450MB", "method": "streamed", "batch_size": 64, "epochs": 1}
     made = Trainer(model, quiet=True, output_dir=tmp_path, **options)
-    with pytest.raises(OutOfMemory, match="memory ran out in") as caught:
+    with pytest.raises((OutOfMemory, DoesNotFit)) as caught:  # in the test, or when a smaller plan is made for it
         made.fit((x[:512], y[:512]), (x, y), compute_metrics=Keeping())
     assert "its weights are in" in " ".join(caught.value.__notes__)
