@@ -136,8 +136,8 @@ class OwnMetrics:
         for metric in self._objects.values():
             metric.reset()
 
-    def add(self, outputs: Any, labels: torch.Tensor, dims: Sequence[int | None]) -> None:
-        """Adds a micro-batch: what the network returned, labels (rows, ...). dims: the rows' in its tensors."""
+    def add(self, outputs: Any, labels: torch.Tensor, dims: Callable[[], Sequence[int | None]]) -> None:
+        """Adds a micro-batch: what the network returned, labels (rows, ...). dims: returns the rows' in tensors."""
         if self.without_loss:
             self._function.update(outputs, labels, dims)
         elif self._objects:
@@ -235,7 +235,7 @@ class MetricSinks:
 
     def collect(
         self, phase: Phase, outputs: torch.Tensor, labels: torch.Tensor, returned: Callable[[torch.Tensor], Any],
-        dims: Sequence[int | None], name: str = "",
+        dims: Callable[[], Sequence[int | None]], name: str = "",
     ) -> None:  # fmt: skip
         """Adds rows to the user's metrics. returned: makes of the outputs what the model returned. dims: see `OwnMetrics.add`.
         name: their test set."""

@@ -374,7 +374,7 @@ class Compute:
             for sums in (whole, sinks.of_set(name)) if name else (whole,):
                 sums.add(value.total, len(output), scores, weight=value.weight, parts=value.totals)
             returned = loss_fn.returned if isinstance(loss_fn, TrueLoss) else torch.positive
-            dims = loss_fn.row_dims(output) if without and isinstance(loss_fn, TrueLoss) else ()
+            dims = partial(loss_fn.row_dims, output) if isinstance(loss_fn, TrueLoss) else list[int | None]
             sinks.collect(self.phases[step.phase], output, labels, returned, dims, name)
         self.losses_computed += 1
         return value

@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,18 @@ class Predictions:
 
     reset = close
 
-    def update(self, outputs: Any, labels: torch.Tensor, dims: Sequence[int | None] = ()) -> None:
-        """Adds the outputs of a micro-batch, a tensor or a tree of them. dims: the rows' in each; None where it has none; all 0
-        if left out. Raises ModelError for what differs from micro-batch to micro-batch and is no rows."""
+    def update(self, outputs: Any, labels: torch.Tensor, dims: Callable[[], Sequence[int | None]] = list) -> None:
+        """Adds the outputs of a micro-batch, a tensor or a tree of them. dims: returns the rows' in each, None where it has
+        none, or nothing where all are 0. Raises ModelError for what differs between micro-batches and is no rows."""
         every = [*leaves(outputs)]
         found = [leaf for leaf in every if isinstance(leaf, torch.Tensor)]
         others = [leaf for leaf in every if not isinstance(leaf, torch.Tensor)]
-        dims = dims or [0] * len(found)
         if self._form is None:
+            places = dims() or [0] * len(found)
             self._form, self._others = outputs, others
             self._files = [
                 leaf.detach().cpu().clone() if dim is None else RowFile(self._folder, dim)
-                for leaf, dim in zip(found, dims, strict=True)
+                for leaf, dim in zip(found, places, strict=True)
             ]
         same = others == self._others
         for file, tensor in zip(self._files, found, strict=True):
