@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from seqpart import config
 from seqpart.config import EVALUATION, IN_PYTHON, MOST, NO_LIMIT, NO_METHOD, Config, given_of
 from seqpart.errors import OptionError
-from seqpart.fields import checked_value, flag_of, joined, out_of_range, values_of
+from seqpart.fields import as_text, checked_value, flag_of, joined, out_of_range, per_partition, values_of
 from seqpart.methods import METHODS, methods_named
 from seqpart.methods.method import Method
 from seqpart.model.losses import LossName
@@ -66,6 +66,15 @@ class Settings(Config):
     def is_exact(self) -> bool:
         """True if updates are those of a plain loop over whole batches: exact methods but psl, which takes scores in pairs."""
         return self.methods[0].exact and not self.methods[0].in_pairs
+
+    def of_partitions(self, name: str, count: int) -> tuple[Any, ...]:
+        """Values of this option for each of `count` partitions; an exact method trains the network as one, with one value."""
+        flag, values = flag_of(name), values_of(getattr(self, name))
+        if self.methods[0].alone:
+            return per_partition(flag, values, count)
+        if len(values) > 1:
+            raise OptionError(f"{flag} {as_text(values)}: values for each partition go with --method sil only. Give one value.")
+        return values * count
 
     @property
     def whole_weights(self) -> list[str]:

@@ -169,8 +169,8 @@ class ResumePoint:
                     f"--resume: {self.root} was trained with {name} {was}, and this run has {now}. Give the same, or start "
                     "again elsewhere."
                 )
-        if state.tuned != planner.tuned:
-            self.remarks.append(f"the optimizer's options were {state.tuned}, are {planner.tuned}")
+        if state.tuned != planner.optimizers.tuned:
+            self.remarks.append(f"the optimizer's options were {state.tuned}, are {planner.optimizers.tuned}")
         request = self._request(planner, state, self.place)
         tests_between = planner.settings.tests != AT_THE_END  # as many phases as there are partitions
         cut_matters = not planner.exact or tests_between or self.place.following is not None

@@ -140,26 +140,29 @@ class SubnetPreparation(Planner):
 
     parts: Parts
 
-    def _begin(self, final_loss: LossFunction | None, trains: bool) -> None:
+    def _begin(self, loss: LossFunction | None, why_not: str) -> None:
         settings = self.settings
         assert settings.subnets is not None
         self.count, self.all_rows = settings.subnets, settings.subnet_rows == "all"
-        if not self.all_rows:
-            self.epoch_rows = self.train.count // self.count
-        if not self.epoch_rows:
+        joint_chain = parted(self.chain, count=self.count, group=settings.subnet_groups or GROUP, seed=settings.seed)
+        self.chain, self.parts = joint_chain, joint_chain.parts
+        super()._begin(loss, why_not)
+        self.trials.first = self.parts.blocks
+        self._refuse_shapes()
+
+    def _rows_of_an_epoch(self) -> int:
+        if self.all_rows:
+            return super()._rows_of_an_epoch()
+        if not (rows := self.train.count // self.count):
             raise DataError(
                 f"{self.train.count} training rows are fewer than {self.count} subnets, and each subnet needs rows of its own. "
                 "Give fewer --subnets, or --subnet-rows all."
             )
-        joint_chain = parted(self.chain, count=self.count, group=settings.subnet_groups or GROUP, seed=settings.seed)
-        self.chain, self.parts = joint_chain, joint_chain.parts
-        super()._begin(final_loss, trains)
-        self.trials.first = self.parts.blocks
-        self._refuse_shapes()
+        return rows
 
     def _refuse_shapes(self) -> None:
         """Raises ModelError unless each block returns rows, and blocks dealt out to subnets keep the shape of their input."""
-        rows = self.full_batch
+        rows = self.updates.largest
         section = self.parts.section.blocks if self.parts.section is not None else ()
         for block, cost in zip(self.chain.whole, self.costs_at(rows), strict=False):
             taken, given = cost.takes[0].shape, cost.gives[0].shape
@@ -235,10 +238,10 @@ class SubnetPreparation(Planner):
         )  # fmt: skip
 
     def _reasons(self, whole: int, each: int) -> Iterable[str]:
-        updates = -(-self.epoch_rows // self.full_batch)
+        updates = -(-self.updates.epoch_rows // self.updates.largest)
         local, left = min(self.local_steps, updates), updates % self.local_steps
         last = f", {left} in the last of an epoch" if left and left != local else ""
-        rows = f"all {self.epoch_rows} rows" if self.all_rows else f"{self.epoch_rows} rows of its own"
+        rows = f"all {self.updates.epoch_rows} rows" if self.all_rows else f"{self.updates.epoch_rows} rows of its own"
         yield f"rounds of {local} update(s) of each subnet{last}; an epoch is {rows} for each"
         if rest := 0 if self.all_rows else self.train.count % self.count:
             which = "other ones each time" if self.settings.shuffles else "always the last"
@@ -253,7 +256,7 @@ class SubnetPreparation(Planner):
 
     def _parting(self, whole: Sequence[tuple[int, int, PartitionCost]]) -> Parting:
         """Sizes for splitting and merging homes one block at a time, weights and moments alike."""
-        costs, states = self.costs_at(self.full_batch), self._states()
+        costs, states = self.costs_at(self.updates.largest), self._states()
         keeps = self.settings.subnet_moments != "zero"
 
         def size(block: int) -> int:
@@ -268,7 +271,7 @@ class SubnetPreparation(Planner):
         return Parting(buffer_bytes(layouts, self.count), tuple(homes))
 
     def _states(self) -> list[Any]:
-        return state_layouts(self.chain, self.costs_at(self.full_batch), self.possible_optimizers()[0])
+        return state_layouts(self.chain, self.costs_at(self.updates.largest), self.optimizers.possible()[0])
 
     def _fitting(self, problem: Problem, method: Method, request: PlanRequest, candidate: Candidate) -> tuple[Candidate, int]:
         """`candidate` with a kept heap if there is room, or with one slot if there is no room for more; and its peak, which may
@@ -292,7 +295,7 @@ class SubnetPreparation(Planner):
 
     def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
         whole = self._whole(candidate)
-        return (WITHOUT_STATE,) * whole + self.optimizers(len(candidate.parts) - whole)
+        return (WITHOUT_STATE,) * whole + self.optimizers.of_partitions(len(candidate.parts) - whole)
 
     def _whole(self, candidate: Candidate) -> int:
         """Number of partitions of the whole network."""
@@ -309,8 +312,8 @@ class SubnetPreparation(Planner):
         return replace(
             super()._workload(local, training[whole : whole + each], None),
             subnets=Subnets(
-                count=self.count, whole=whole, local_steps=self.local_steps, rows=self.epoch_rows, all_rows=self.all_rows,
-                observed=observed[-1] + 1 if observed and self.count > 1 else 0,
+                count=self.count, whole=whole, local_steps=self.local_steps, rows=self.updates.epoch_rows,
+                all_rows=self.all_rows, observed=observed[-1] + 1 if observed and self.count > 1 else 0,
                 observed_rows=rows // size * size or rows,
             ),
         )  # fmt: skip

@@ -97,10 +97,10 @@ class Planner(Inputs):
     """Makes the plan, and makes it again when a failed allocation asks for one that needs less."""
 
     def problem(self, request: PlanRequest) -> Problem:
-        (count, asked), batch = self.settings.partition_choice(), self.shared(self.full_batch)
+        (count, asked), batch = self.settings.partition_choice(), self.updates.shared(self.updates.largest)
         labels = self.train.labels
-        costs = self.costs_at(self.full_batch)
-        laid = [(one, state_layouts(self.chain, costs, one)) for one in self.possible_optimizers()]
+        costs = self.costs_at(self.updates.largest)
+        laid = [(one, state_layouts(self.chain, costs, one)) for one in self.optimizers.possible()]
         heaviest, states = max(laid, key=lambda pair: sum(state.nbytes for state in pair[1]))
         return Problem(
             chain=self.chain, method=request.methods[0], machine=self._machine(request, costs), limit=request.limit,
@@ -108,18 +108,18 @@ class Planner(Inputs):
             optimizer=heaviest, loss_of=partial(self.loss_cost, request),
             defers_updates=self._starts is not None or self.settings.clip_grad_norm is not None,
             label_row=self.train.label_type.itemsize * (labels.numel() // max(1, len(labels))), pair_rows=self.rows_per_pass,
-            batch_size=batch, the_batch=None if self.the_batch is None else self.shared(self.the_batch),
+            batch_size=batch, the_batch=None if self.updates.only is None else self.updates.shared(self.updates.only),
             micro_batch=request.micro_batch or self.settings.micro_batch_size,
             starts=self._starts or request.starts or asked, count=count, input_row=self.reading.layout, row_pack=self.row_pack,
             can_cut_after=self.can_cut_after, learns_alone=self.row_pack.has_one_that_learns,
-            train_rows=self.epoch_rows,
+            train_rows=self.updates.epoch_rows,
             test_rows=self.test.count, saved=request.saved, auto=self.settings.method == "auto",
             draft=request.draft, steps=self._steps(request),
         )  # fmt: skip
 
     def _machine(self, request: PlanRequest, costs: Sequence[BlockCost]) -> planning.Machine:
         device, shares, budget = self.device, self.device.shares_memory, self._host_budget()
-        kept = request.methods[0].library_bytes(self.rows_per_pass(self.full_batch)) if shares else 0
+        kept = request.methods[0].library_bytes(self.rows_per_pass(self.updates.largest)) if shares else 0
         exports = 0
         if shares and self.settings.export_every is not None:  # it holds a whole block, and a request
             exports = max(cost.layout.padded_nbytes for cost in costs) + REQUEST
@@ -143,7 +143,7 @@ class Planner(Inputs):
             try:
                 return self.measured(partial(self._planned, asked), partial(self._planned, replace(asked, draft=True)))
             except DoesNotFit:
-                if self.loss_chunks is not None or asked.loss_chunks >= _MOST_CHUNKS:
+                if self.purpose.loss_chunks is not None or asked.loss_chunks >= _MOST_CHUNKS:
                     raise
                 asked = replace(asked, loss_chunks=2 * asked.loss_chunks)
 
@@ -194,7 +194,7 @@ class Planner(Inputs):
         reuse = request.saved
         if reuse is None:
             return self.prepare(request)
-        now = planning.fingerprint(self.chain, self.costs_at(self.full_batch), self.train.shape)
+        now = planning.fingerprint(self.chain, self.costs_at(self.updates.largest), self.train.shape)
         names = [method.name for method in request.methods]
         if reuse.method not in names or (reuse.fingerprint, reuse.partitions[-1].last) != (now, len(self.chain)):
             if self.ranks.number:
@@ -250,7 +250,7 @@ class Planner(Inputs):
         phases = method.phases(self._workload(candidate, training, recovery))
         row_packs = tuple(self.row_pack(block_costs[last - 1]) for _, last, _ in candidate.parts)
         streamed = recovery.candidate if recovery is not None else candidate
-        largest = max(problem.batch_size, self.shared(self.recovery_batch, independent=False))
+        largest = max(problem.batch_size, self.updates.shared(self.updates.of_recovery, independent=False))
         exchange_bytes = planning.host_boundaries(
             replace(problem, batch_size=largest), streamed.parts, streamed.micro_batch, streamed.resources.tiers
         )
@@ -267,7 +267,7 @@ class Planner(Inputs):
             request=request, plan=plan, chain=self.chain, method=method, costs=block_costs, phases=phases,
             stages=self._stages(phases, candidate, recovery),
             row_packs=row_packs, input_layout=self.reading.layout, partition_costs=costs, speeds=self.speeds,
-            loss=lambda p: self.loss_for(
+            loss=lambda p: self.losses.of_partition(
                 method, request.label_bytes, p, *ends[p], self.device.torch, request.loss_chunks
             ), places=places,
             exchange_bytes=exchange_bytes, graph_rooms=rooms,
@@ -278,7 +278,7 @@ class Planner(Inputs):
         if not self.alone:
             return choose_exact(problem, request.methods, request.wording)
         candidate, reasons = choose_cut(problem, request.wording)
-        if self.trains_independently:
+        if self.updates.independent:
             if (found := len(candidate.parts)) < (count := self.ranks.count):
                 raise OptionError(
                     f"{found} partition(s) are trained by {count} processes, each of which takes at least one. Give "
@@ -289,21 +289,21 @@ class Planner(Inputs):
         return request.methods[0], candidate, (*reasons, *request.methods[0].idle_options(self.settings, len(candidate.parts)))
 
     def _optimizers(self, candidate: Candidate, *, recovery: bool = False) -> tuple[Optimizer, ...]:
-        return self.optimizers(len(candidate.parts), recovery=recovery)
+        return self.optimizers.of_partitions(len(candidate.parts), recovery=recovery)
 
     def epochs(self, count: int, trained: tuple[float, ...] = ()) -> list[float]:
         """Epochs of each of `count` partitions. trained: epochs that the first partitions, already trained, had."""
-        return [*trained, *self.values("--epochs", self.settings.epochs, count)[len(trained) :]]
+        return [*trained, *self.settings.of_partitions("epochs", count)[len(trained) :]]
 
     def _training(self, request: PlanRequest, candidate: Candidate) -> tuple[PartitionTraining, ...]:
         count, micro = len(candidate.parts), candidate.micro_batch
         epochs = self.epochs(count, request.trained_epochs)
-        batches = [min(size, self.epoch_rows) for size in self.values("--batch-size", self.settings.batch_size, count)]
+        batches = [min(size, self.updates.epoch_rows) for size in self.settings.of_partitions("batch_size", count)]
         return tuple(
             PartitionTraining(
                 epochs=n.epochs, updates=n.counted, batch_size=b, micro_batch=min(micro, b), trainable=c.trainable, rows=c.rows
             )
-            for n, b, (_, _, c) in zip(map(self.length, epochs, batches), batches, candidate.parts, strict=True)
+            for n, b, (_, _, c) in zip(map(self.updates.length, epochs, batches), batches, candidate.parts, strict=True)
         )
 
     def _recovery(self, request: PlanRequest, problem: Problem, candidate: Candidate) -> Prediction | None:
@@ -319,7 +319,7 @@ class Planner(Inputs):
         saved = None if request.saved is None else replace(request.saved, method=STREAMED.name)
         asked = replace(
             problem, starts=tuple(part[0] for part in candidate.parts), count=None, known={}, saved=saved,
-            batch_size=(batch := self.shared(self.recovery_batch, independent=False)), the_batch=batch,
+            batch_size=(batch := self.updates.shared(self.updates.of_recovery, independent=False)), the_batch=batch,
             loss_of=partial(self.loss_cost, request, true=True),
         )  # fmt: skip
         found = fastest_of(asked, STREAMED)
@@ -351,11 +351,11 @@ class Planner(Inputs):
         if recovery is not None:
             kept = recovery.candidate
             stage = Recovery(
-                epochs=self.settings.recovery_epochs, batch_size=self.recovery_batch, micro_batch=kept.micro_batch,
+                epochs=self.settings.recovery_epochs, batch_size=self.updates.of_recovery, micro_batch=kept.micro_batch,
                 frozen=frozenset() if self.settings.recover == "all" else frozenset({len(training) - 1}),
             )  # fmt: skip
         return Workload(
-            train_rows=self.epoch_rows, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
+            train_rows=self.updates.epoch_rows, test_rows=self.test.count, shuffle=self.settings.shuffles, partitions=training,
             defers_updates=self.settings.clip_grad_norm is not None, stays=kept.resources.stays, keeps=kept.keeps,
             offloads=kept.offloads, host_steps=kept.resources.host_steps, recovery=stage, tests=self.settings.tests,
             synthetic_inputs=self.settings.sil_inputs == "synthetic", views=self.settings.views,
@@ -366,7 +366,7 @@ class Planner(Inputs):
 
     def _exchanged(self, candidate: Candidate, costs: Sequence[PartitionCost]) -> tuple[int, str]:
         """Returns the bytes that each exchange between processes is of, and when it is, in words."""
-        if self.trains_independently:
+        if self.updates.independent:
             return sum(cost.weights for cost in costs) // len(costs), "a trained partition, of {} on average, is shared"
         gradients = sum(cost.gradients for cost in costs if cost.trainable)
         return gradients // (len(costs) if self.alone else 1), "an update exchanges {} of gradients"
@@ -384,7 +384,7 @@ class Planner(Inputs):
             *_, cost = prefix_costs(
                 blocks, states, self.loss_cost(request, rows), optimizer=optimizer,
                 in_lists=not self.device.shares_memory, heap_below=self.device.heap_below,
-                shares=planning.shares_of(self.epoch_rows, part.batch_size, rows),
+                shares=planning.shares_of(self.updates.epoch_rows, part.batch_size, rows),
             )  # fmt: skip
             found.append(cost)
         return tuple(found)
@@ -409,13 +409,14 @@ class Planner(Inputs):
                 "--optimizer-on host: weights and optimizer state must be in host memory, and there is none for them. Give "
                 "--ram-limit."
             )
-        if asked == "host" and self.groups_by_identity:
+        if asked == "host" and self.optimizers.groups_by_identity:
             raise OptionError(
                 "--optimizer-on host: the optimizer's function tells parameters apart by which objects they are, and steps on "
                 "the host are made with others of the same names and attributes. Let it go by names (a parameter called "
                 "named_parameters), or give --optimizer-on device."
             )
-        if self.groups_by_identity or self.alone or method.in_pairs or method.has_subnets or asked == "device" or not budget:
+        by_identity = self.optimizers.groups_by_identity
+        if by_identity or self.alone or method.in_pairs or method.has_subnets or asked == "device" or not budget:
             return (False,)
         return (True,) if asked == "host" else (False, True) if saved is None else (bool(saved.host_steps),)
 
@@ -435,7 +436,8 @@ class Planner(Inputs):
         if asked is None:
             return 0 if self.device.shares_memory else free // 2 // per_machine()
         budget = parse_size(asked, total=free, free=free, name="--ram-limit")
-        if budget > free and not (self.dry and self.device.hardware is not None):  # a simulated card has a machine of its own
+        simulated = self.purpose.dry and self.device.hardware is not None  # such a card has a machine of its own
+        if budget > free and not simulated:
             asked, most = format_size(budget), format_size(free)
             raise OptionError(f"--ram-limit: {asked} were asked for, and {most} of RAM are free. Give at most that.")
         return budget
@@ -471,12 +473,12 @@ class Planner(Inputs):
                 )
             )  # fmt: skip
         if recovery is not None:
-            seconds += recovery.seconds * self._updates(self.settings.recovery_epochs, self.recovery_batch)
+            seconds += recovery.seconds * self.updates.recovery_updates
         (exchanged, words), others = self._exchanged(candidate, costs), self.ranks.count - 1
         waits, saves = self.ranks.seconds_of(exchanged), self.settings.save_every != "never"
         divided = None if saves else dividing(phases)
         own = [cost for p, cost in enumerate(costs) if divided is None or divided.owner_of(p) == divided.rank]
-        tests = problem.test_rows if self.whole else problem.train_rows
+        tests = problem.test_rows if self.purpose.whole else problem.train_rows
         if others:
             seconds += waits * sum(phase.updates * times for phase, times in counted(phases) if phase.ranks > 1)
             reasons = (*reasons, f"{words.format(format_size(exchanged))} with {others} other process(es): {waits:.3g} s")
@@ -490,7 +492,7 @@ class Planner(Inputs):
                 all_states=not self.alone or bool(self.settings.recovery_epochs) or self.settings.averages,
                 remembers=self.settings.keep_best), seconds=round(seconds, 1), reasons=(*reasons, *rows_reason(candidate.rows)),
             fingerprint=planning.fingerprint(self.chain, self.costs_at(candidate.micro_batch), self.train.shape),
-            slots=used.resources.slots, update_seconds=round(candidate.seconds + waits * (not self.trains_independently), 4),
+            slots=used.resources.slots, update_seconds=round(candidate.seconds + waits * (not self.updates.independent), 4),
             heap=used.heap, tile=self.chain.tile, loss_chunks=loss_chunks,
             live_bytes=self.live_bytes, frozen=sum(cost.frozen for cost in costs),
         )  # fmt: skip

@@ -107,6 +107,12 @@ class BlockCost:
     passes: tuple[tuple[int, int], ...] = ()
     """(value that it gives, value that it takes) in one memory, as a view is."""
 
+    def with_head(self, shape: Sequence[int]) -> "BlockCost":
+        """Returns the cost together with a layer behind it whose weight has this shape, except for the memory of the loss."""
+        flops = 2 * prod(self.gives[-1].shape[:-1]) * prod(shape)
+        # The head's gradient is there already when the block's own are computed.
+        return replace(self, backward_peak=self.backward_peak + self.gradients, head_flops=flops)
+
     @property
     def weights(self) -> int:
         return self.layout.nbytes
@@ -174,7 +180,8 @@ def measure_chain(
             cost, takes=takes, gives=tuple(given), writes=frozenset(numbers[number] for number in cost.writes),
             passes=tuple((numbers[ours], numbers[theirs]) for ours, theirs in cost.passes),
         ))  # fmt: skip
-    return tuple(_lending(chain, costs))
+    *others, last = _lending(chain, costs)
+    return (*others, last if chain.head is None else last.with_head(chain.head.shape))
 
 
 def _lending(chain: Chain, costs: Sequence[BlockCost]) -> list[BlockCost]:

@@ -17,6 +17,7 @@ from seqpart.fields import values_of
 from seqpart.intake import rows_to_evaluate
 from seqpart.methods.exact import EVALUATION
 from seqpart.model.metrics import ComputeMetrics, own_metrics
+from seqpart.plan.inputs import Purpose
 from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.profile.machine import existing
 from seqpart.report.reporter import Reporter, WarningsAlone, figures
@@ -60,11 +61,9 @@ def evaluate_rows(
         stack.enter_context(translate_oom(setup.device, "the evaluation was planned, begun or ended"))
 
         def prepare(model: object, loss_chunks: int | None) -> Planner:
-            return Planner(
-                model, settings, first_rows(split, max(values_of(settings.batch_size))), split, setup.device,
-                final_loss=setup.loss, folder=folder, trains=False, trained=None if weights else setup.trained,
-                loss_chunks=loss_chunks,
-            )  # fmt: skip
+            purpose = Purpose(folder=folder, trains=False, trained=None if weights else setup.trained, loss_chunks=loss_chunks)
+            data = first_rows(split, max(values_of(settings.batch_size))), split
+            return Planner(model, settings, data, setup.device, setup.loss, purpose=purpose)
 
         def plan(planner: Planner) -> ExecutionPlan:
             return planner.planned(replace(planner.request, methods=(EVALUATION,)))

@@ -126,7 +126,7 @@ class Run:
         """Fills the homes under the enforced limit, and keeps it enforced inside. rows: write the data's rows too."""
         reading, plan = self.planner.reading, self.prepared.plan
         beside = reading.held + reading.beside(max(stage.micro_batch for stage in self.prepared.stages))
-        untouched = plan.untouched(self.prepared.costs, self.planner.full_batch)
+        untouched = plan.untouched(self.prepared.costs, self.planner.updates.largest)
         with enforced(self.device, plan.limit, beside=beside, untouched=untouched) as self._grant:
             self.homes.fill(self._resumed, rows=rows)
             self.homes.share()
@@ -347,7 +347,7 @@ class Run:
         if isinstance(schedule, str):
             factor = rate_schedule(schedule, self.settings.warmup_updates)
             return lambda phase, done: factor(*phase.share_of(done))
-        whole, values = self.planner.whole_optimizer, lambda: self.watch.evaluations.values
+        whole, values = self.planner.optimizers.whole, lambda: self.watch.evaluations.values
         scheduler = cache(lambda optimizer: Scheduler(schedule, whole(optimizer), values))
         return lambda phase, done: scheduler(stage.optimizers[phase.partition]).at(phase.share_of(done)[0])
 
@@ -567,7 +567,8 @@ class Run:
             place=astuple(Place.of(prepared.phases, position)),
             epochs=planner.epochs(len(prepared.plan.partitions), prepared.request.trained_epochs),
             micro_batches=[stage.micro_batch for stage in prepared.stages], tally=metrics.tally(), losses=self.losses,
-            test=self.test, functions=planner.functions, tuned=planner.tuned, label_bytes=prepared.request.label_bytes,
+            test=self.test, functions=planner.functions, tuned=planner.optimizers.tuned,
+            label_bytes=prepared.request.label_bytes,
             job=self._job, loop=self.pauses.noted_in(self.watch.state()), gathers=gathers(prepared.phases),
             threads=torch.get_num_threads(), **self._identity,
         )  # fmt: skip

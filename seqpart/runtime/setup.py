@@ -29,6 +29,7 @@ from seqpart.model.losses import LossSource
 from seqpart.model.optimizers import Optimizer
 from seqpart.model.quantized import plain_tensors
 from seqpart.model.tiling import first_that_fits, possible_tile, separating, sizes_to_try
+from seqpart.plan.inputs import Purpose
 from seqpart.plan.ist import SubnetPreparation
 from seqpart.plan.plan import Plan
 from seqpart.plan.planner import ExecutionPlan, Planner
@@ -106,7 +107,7 @@ class Setup:
         """Checks and measures everything, ready to be planned. Modules passed built are empty until it is closed.
 
         train, test: see `rows`. resumes: weights come from a checkpoint. model: replaces the trainer's own. loss_chunks: see
-        `Inputs`.
+        `Purpose`.
         """
         with translate_oom(self.device, "the model and the machine were measured"), self.device.own_random_state():
             refuse_untested(self.settings.between_tests, test.count)
@@ -114,11 +115,12 @@ class Setup:
                 option = f"--method {self.settings.method}" if self.settings.unfreeze is None else "--unfreeze"
                 refuse_ranks(option, "Take another method than psl, without --unfreeze, or start one.")
             plans = SubnetPreparation if self.settings.methods[0].has_subnets else Planner
-            return plans(
-                self.model if model is None else model, self.settings, train, test, self.device,
-                final_loss=self.loss, optimizer=self.optimizer, folder=self.scratch_parent, dry=dry, reuse=reuse,
-                resumes=resumes, loss_chunks=loss_chunks, ranks=ranks_of(self.device),
+            purpose = Purpose(
+                folder=self.scratch_parent, ranks=ranks_of(self.device), dry=dry, reuse=reuse, resumes=resumes,
+                loss_chunks=loss_chunks,
             )  # fmt: skip
+            model = self.model if model is None else model
+            return plans(model, self.settings, (train, test), self.device, self.loss, self.optimizer, purpose=purpose)
 
     def plan_that_fits(
         self, stack: ExitStack, prepare: Callable[..., Planner], plan: Callable[[Planner], ExecutionPlan],

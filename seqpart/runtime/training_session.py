@@ -35,6 +35,7 @@ from seqpart.fields import checked_value, flag_of
 from seqpart.intake import batch_rows, kept_rows, largest_batch, rows_of_a_window
 from seqpart.interrupts import Interrupts
 from seqpart.model.metrics import ComputeMetrics, Metrics, own_metrics
+from seqpart.plan.inputs import Purpose
 from seqpart.plan.planner import ExecutionPlan, Planner
 from seqpart.report.reporter import Reporter, WarningsAlone
 from seqpart.runtime.observer import Observer
@@ -445,11 +446,10 @@ def open_session(
         sampler = setup.begin(stack, reporter, opening)
 
         def prepare(model: object, loss_chunks: int | None) -> Planner:
-            return Planner(
-                model, settings, rows, rows_of_a_window(rows), setup.device, final_loss=setup.loss,
-                optimizer=setup.optimizer, folder=folder, whole=False,
-                resumes=resumed is not None and resumed.manifest is not None, loss_chunks=loss_chunks,
-            )  # fmt: skip
+            saved = resumed is not None and resumed.manifest is not None
+            purpose = Purpose(folder=folder, whole=False, resumes=saved, loss_chunks=loss_chunks)
+            data = rows, rows_of_a_window(rows)
+            return Planner(model, settings, data, setup.device, setup.loss, setup.optimizer, purpose=purpose)
 
         with translate_oom(setup.device, "the session was planned"):
             plan = partial(setup.plan_under_limit, sampler, Planner.planned if resumed is None else resumed.planned)

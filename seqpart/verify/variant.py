@@ -87,7 +87,7 @@ class Variant:
         prepared = replace(self.prepared, plan=replace(self.prepared.plan, limit=self.limit))
         sampler = Sampler(MemoryUsage(planner.device), limit=self.limit)
         with ExitStack() as stack:
-            stack.callback(shutil.rmtree, planner.folder, ignore_errors=True)
+            stack.callback(shutil.rmtree, planner.purpose.folder, ignore_errors=True)
             silent = stack.enter_context(closing(WarningsAlone()))
             stack.enter_context(planner.device.at_work())
             stack.enter_context(planner.device.own_random_state())
