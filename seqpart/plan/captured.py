@@ -26,10 +26,10 @@ def captured(
     if the loss is over chunks of positions; the chain then ends before its head. Raises ModelError.
     """
     shapes, cast, why_not = (train.shape, train.dtype, train.form), settings.autocast, ""
-    labels = train.one_label() if train.labelled else None
     if in_chunks:
         _refuse_whole(settings, train)
     if loss == "model":
+        labels = train.one_label() if train.labelled else None
         chain, loss = chain_and_loss(model, *shapes, labels, cast, in_chunks=in_chunks, row=row)
     elif in_chunks and loss is not None:
         chain, loss = _chain_and_recorded_loss(loss, model, train, cast, row)

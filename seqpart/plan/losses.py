@@ -17,16 +17,9 @@ from seqpart.methods.method import Method, PartitionLoss, Targets
 from seqpart.model.blocks import Chain
 from seqpart.model.loss_chunks import LossInChunks
 from seqpart.model.loss_probe import BY_NAME, judging
+from seqpart.model.loss_trials import LabelValues, reduction_of, refuse_other_labels
 from seqpart.model.losses import LossFunction, refuse_unlike
-from seqpart.model.reductions import (
-    LabelValues,
-    LossValue,
-    ignored_label,
-    name_of,
-    name_with_settings,
-    reduction_of,
-    refuse_other_labels,
-)
+from seqpart.model.reductions import LossValue, ignored_label, name_of, name_with_settings
 from seqpart.plan.plan import PlanRequest
 from seqpart.profile.blocks import BlockCost, measure_loss
 from seqpart.profile.fake_mode import quiet_log

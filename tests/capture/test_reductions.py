@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from seqpart import Trainer
 from seqpart.errors import DataError, OptionError
-from seqpart.model.reductions import Kind, reduction_of
+from seqpart.model.loss_trials import reduction_of
+from seqpart.model.reductions import Kind
 from tests.exactly import numbers, tokens
 
 ROWS, BATCH = 24, 8
