@@ -316,12 +316,13 @@ class Trials:
 
     def _does_the_same(self, number: int, rows: int) -> bool:
         """True if a block's outputs depend on its weights, buffers, rows and random numbers alone: the same when it is called
-        again, and whatever its first rows and random numbers were."""
+        again, and whatever its first rows and random numbers were. Memory that it leaves unset, for a later block to fill, is
+        set, so that it is the same."""
         with _left_alone(self._chain[number], self._device):
             xs, others = self._rows(number, rows), self._rows(number, rows)
         tensors, buffers, found = dict[str, torch.Tensor](), dict[str, torch.Tensor](), list[tuple[torch.Tensor, ...]]()
         for first, seed in ((others, 1), (xs, 2)):
-            with _left_alone(self._chain[number], self._device):
+            with _left_alone(self._chain[number], self._device), _memory_set():
                 module, own = real_module(self._chain[number], self._device.torch)
                 tensors = tensors or own
                 buffers = buffers or {name: t.clone() for name, t in own.items() if not isinstance(t, nn.Parameter)}
@@ -474,6 +475,18 @@ def _alike(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool
         torch.equal(one, other) or (has_gradients(one.dtype) and torch.allclose(one, other, 1e-4, 1e-6, equal_nan=True))
         for one, other in zip(ones, others, strict=True)
     )
+
+
+@contextmanager
+def _memory_set() -> Iterator[None]:
+    """A context in which torch fills new memory, as it does for deterministic algorithms."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings(action="ignore"):  # of kernels that are not deterministic
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _alone(cost: BlockCost) -> int:
