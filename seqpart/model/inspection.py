@@ -363,7 +363,7 @@ def _leaves(value: object) -> Iterator[object]:
             yield one
         elif id(one) not in known:
             known.add(id(one))
-            ahead += reversed(list(dict.values(one) if isinstance(one, dict) else one))
+            ahead += reversed([*iter(dict.values(one) if isinstance(one, dict) else one)])  # whose __len__ may raise
 
 
 def is_plain(value: object) -> bool:

@@ -290,6 +290,15 @@ class Named(list):
     pass
 
 
+class WithoutLength(tuple):
+    """As e3nn's irreps, whose length could be the number of them or of their numbers."""
+
+    __slots__ = ()
+
+    def __len__(self):
+        raise NotImplementedError
+
+
 def holding_itself():
     found = [1]
     found.append(found)
@@ -298,12 +307,19 @@ def holding_itself():
 
 @pytest.mark.parametrize(
     "kept",
-    [Config(width=8), [Config(width=8)], Pair((1, Config())), Named([1, {"deep": Config(a=Config())}]), holding_itself()],
-    ids=["dict", "inside a list", "tuple", "list", "a list in itself"],
+    [
+        Config(width=8),
+        [Config(width=8)],
+        Pair((1, Config())),
+        Named([1, {"deep": Config(a=Config())}]),
+        holding_itself(),
+        WithoutLength((1, 2)),
+    ],
+    ids=["dict", "inside a list", "tuple", "list", "a list in itself", "without len()"],
 )
 @pytest.mark.few(3)
 def test_a_layer_may_have_containers_of_a_type_of_its_own(kept, tmp_path):
-    """The model was looked through without end: RecursionError."""
+    """The model was looked through without end: RecursionError. One without len() ended in a NotImplementedError."""
 
     class Configured(Layer):
         def begin(self):
