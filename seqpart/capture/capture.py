@@ -18,7 +18,7 @@ from seqpart.capture.head import head_of
 from seqpart.capture.inputs import Form, described, refuse_misfit, takes_a_dict, unpacked
 from seqpart.capture.outputs import OtherRows, Outputs
 from seqpart.capture.own_loss import LABELS, Labels, OwnLoss
-from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves, mapped, needed_for
+from seqpart.capture.program import Differs, Program, by_name, following, generalised, leaves, mapped, needed_for, other_inside
 from seqpart.capture.recorder import Inside, Recorder
 from seqpart.capture.sources import learned_through
 from seqpart.capture.unrecorded import HiddenPath, extremes, refuse_memory
@@ -168,7 +168,7 @@ def _traced(asked: _Asked) -> tuple[Chain, Program, Program]:
             if module in whole or (module is model and never):
                 raise _uncut(first or error, error, asked) from error
             reasons = [] if module is model else reasons
-            whole.add(module)
+            whole |= {one for one in model.modules() if type(one) is type(module)} if error.alike else {module}
             reasons.append(f"{error.why}, in {error.where or error.path or type(model).__name__}")
 
 
@@ -194,7 +194,7 @@ def _in_mode(asked: _Asked, blocks: Mapping[nn.Module, str], *, training: bool) 
             f"it does other things with {_OTHER_ROWS} rows than with {_ROWS}: the calls between its layers must not depend on "
             "the number of rows, in evaluation on whether gradients are wanted, nor on a random number that it draws"
         )
-        raise Inside(why, error.op.where) from None
+        raise Inside.at(why, other_inside(one.ops, other.ops) or error.op, asked.model) from None
 
 
 def _without_draws(model: nn.Module) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from seqpart.capture.head import built
-from seqpart.capture.program import OfRows, Op, Own, Program, Ref, leaves, mapped
+from seqpart.capture.program import OfRows, Op, Own, Program, Ref, leaves, mapped, other_inside
 from seqpart.capture.recorder import Inside
 from seqpart.capture.segment import Segment, Steps
 from seqpart.model.blocks import Block, Chain, checked
@@ -81,6 +81,16 @@ def _pieces(ops: tuple[Op, ...], inside: Collection[int] = ()) -> list[tuple[Op,
     return [tuple(piece) for piece in found]
 
 
+def _give_alike(train: _Cut, evaluate: _Cut) -> None:
+    """Lets pieces that end with a call of one module give the same of what it returns: a loss may take more in training."""
+    for ops, others, given, theirs in zip(train.pieces, evaluate.pieces, train.gives, evaluate.gives, strict=False):
+        returned = [[leaf.number for leaf in leaves(run[-1].result) if isinstance(leaf, Ref)] for run in (ops, others)]
+        if ops[-1].is_module and ops[-1].function == others[-1].function and len(returned[0]) == len(returned[1]):
+            both = [pair for pair in zip(*returned, strict=True) if pair[0] in given or pair[1] in theirs]
+            given[:] = sorted({*given, *(one for one, _ in both)})
+            theirs[:] = sorted({*theirs, *(other for _, other in both)})
+
+
 def _left_out(calls: Sequence[object], others: Sequence[object]) -> set[int] | None:
     """Returns places of `calls` that `others` lack, such as an auxiliary head that only training calls; None if `others` have
     calls of their own, or another order. Each belongs to the piece after it."""
@@ -124,9 +134,10 @@ class Cutter:
         only_training, together = _left_out(*calls), self._called_together(training.ops)
         inside = [{place for paths in together for place in _between(paths, called)} for called in calls]
         train, evaluate = _Cut.of(programs[0], inside[0].union(only_training or ())), _Cut.of(programs[1], inside[1])
+        _give_alike(train, evaluate)
         if only_training is None or [len(given) for given in train.gives] != [len(given) for given in evaluate.gives]:
             why = "it calls other modules when it trains than when it evaluates, or passes other tensors between them"
-            raise Inside(why)
+            raise Inside.at(why, other_inside(training.ops, evaluating.ops), self._model)
         if train.gives[-1] != [train.program.output]:
             raise Inside("it does not return what it computes last")
         # A value has one number in each mode, and another one in the chain.

@@ -7,6 +7,7 @@ different rows: two runs are merged into one program in which it follows the row
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -68,8 +69,10 @@ class Op:
     """True if it may change a buffer: then it runs even if its outputs are not used."""
     changes_own: bool = False
     """True if it changed a buffer or parameter when it was recorded."""
+    inside: str = ""
+    """Path of the module whose forward called it; "" for the model's own."""
     where: str = ""
-    """Path of the module whose forward called it, and the line."""
+    """The same in words, with the line."""
 
     @property
     def is_module(self) -> bool:
@@ -243,11 +246,24 @@ class OwnBackward:
 
 
 class Differs(Exception):
-    """Two recorded runs of one model differ, at `op` of the first."""
+    """Two recorded runs of one model differ: `op` of the first from the other's."""
 
-    def __init__(self, op: Op) -> None:
+    def __init__(self, op: Op, other: Op) -> None:
         super().__init__(op.where)
-        self.op = op
+        self.op = max(op, other, key=depth)
+
+
+def depth(op: Op) -> int:
+    return len(op.inside.split(".")) if op.inside else 0
+
+
+def other_inside(ops: Sequence[Op], others: Sequence[Op]) -> Op | None:
+    """Returns the first call that only one of two runs makes, by a module and not the model itself; None if there is none."""
+    one, other = ([(op.inside, getattr(op.function, "__qualname__", op.function)) for op in run] for run in (ops, others))
+    for same, start, stop, begin, end in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        if same != "equal" and depth(found := max((*ops[start:stop], *others[begin:end]), key=depth)):
+            return found
+    return None
 
 
 def generalised(one: Program, other: Program, rows: int, other_rows: int) -> Program:
@@ -255,16 +271,16 @@ def generalised(one: Program, other: Program, rows: int, other_rows: int) -> Pro
     ops = []
     for first, second in zip(one.ops, other.ops, strict=False):
         if (first.function, first.rebinds) != (second.function, second.rebinds):
-            raise Differs(first)
+            raise Differs(first, second)
         try:
             args, kwargs = (
                 followed(a, b, rows, other_rows) for a, b in ((first.args, second.args), (first.kwargs, second.kwargs))
             )
         except ValueError:
-            raise Differs(first) from None
+            raise Differs(first, second) from None
         ops.append(_with_common_results(replace(first, args=args, kwargs=kwargs), second))
     if len(one.ops) != len(other.ops):
-        raise Differs(max(one.ops, other.ops, key=len)[len(ops)])
+        raise Differs(*2 * [max(one.ops, other.ops, key=len)[len(ops)]])
     both = ((number, shape[:1], other.shapes.get(number, ())[:1]) for number, shape in one.shapes.items())
     follows = frozenset(number for number, *firsts in both if firsts == [(rows,), (other_rows,)])
     loss = generalised(one.loss, other.loss, rows, other_rows) if one.loss and other.loss else None
@@ -280,7 +296,7 @@ def _with_common_results(first: Op, second: Op) -> Op:
     if len(one) == len(other) or not first.is_module:
         return first
     if first.puts or second.puts:
-        raise Differs(first)
+        raise Differs(first, second)
     return replace(first, result=one[: len(other)], more=True)
 
 

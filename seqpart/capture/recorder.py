@@ -56,6 +56,17 @@ class Inside(Exception):
     def __init__(self, why: str, where: str = "", module: nn.Module | None = None, path: str = "") -> None:
         super().__init__(why)
         self.module, self.path, self.where, self.why = module, path, where, why
+        self.alike = False
+        """True if other modules of its class will fail too."""
+
+    @classmethod
+    def at(cls, why: str, op: Op | None, model: nn.Module) -> "Inside":
+        """Returns the error of the module whose forward made this call."""
+        if op is None:
+            return cls(why)
+        found = cls(why, op.where, model.get_submodule(op.inside), op.inside)
+        found.alike = bool(op.inside) and not type(found.module).__module__.startswith("torch.")
+        return found
 
 
 def without_padding(x: torch.Tensor, mask: torch.Tensor, zeroes: bool) -> torch.Tensor:
@@ -312,7 +323,8 @@ class Recorder(TorchFunctionMode):
             Op(
                 function=function, args=taken, kwargs=named, result=result, rebinds=rebinds, changed=numbers,
                 puts=len(put), grad=torch.is_grad_enabled(),
-                autocast=own_autocast, attention=attention, effect=keeps or changes_own, changes_own=changes_own, where=where,
+                autocast=own_autocast, attention=attention, effect=keeps or changes_own, changes_own=changes_own,
+                inside=self._paths.get(self._stack[-1], "") if self._stack else "", where=where,
             )
         )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """A model that is cut at its layers does what it did whole: outputs, gradients, names, in training and in evaluation."""
 
+import copy
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from seqpart import Trainer
 from seqpart.capture.capture import chain_of
 from seqpart.errors import ModelError
 from tests.replay import assert_same_as_whole, images, quantities, replayed, tokens
@@ -321,6 +323,65 @@ def test_what_cannot_be_looked_into_is_a_block_as_a_whole():
     model = Whole(Hides())
     assert [block.name for block in chain_of(model, (4,), torch.float32)] == ["first", "middle", "head"]
     assert_same_as_whole(model, quantities())
+
+
+class Skips(nn.Module):
+    """As peft's LoHa, and stochastic depth in many scripts: a number decides in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        if self.training and not torch.rand(1) > 0.0:
+            return x
+        return x + self.b(self.a(x).relu())
+
+
+def test_a_module_that_decides_by_a_drawn_number_is_a_block_and_so_are_others_of_its_class():
+    """The whole model was one block, whatever else it had."""
+    model = Whole(nn.Sequential(Skips(), nn.Linear(4, 4), Skips()))
+    chain = chain_of(model, (4,), torch.float32)
+    assert [block.name for block in chain] == ["first", "middle.0", "middle.1", "middle.2", "head"]
+    assert len(chain.whole_parts) == 1
+    assert_same_as_whole(model, quantities())
+
+
+class Commits(nn.Module):
+    """As a layer with a code book: its second output is a loss in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.book = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        near = self.book[torch.cdist(x.detach(), self.book.detach()).argmin(-1)]
+        return x + near - x.detach(), F.mse_loss(x, near.detach()) if self.training else torch.zeros(())
+
+
+class Coded(Whole):
+    def forward(self, x):
+        x, penalty = self.middle(self.first(x))
+        return self.head(x), penalty
+
+
+def test_the_loss_may_take_more_of_a_layer_in_training_than_in_evaluation(tmp_path):
+    """The model was one block."""
+    torch.manual_seed(0)
+    model, (x, y) = Coded(Commits()), (torch.randn(8, 4), torch.randn(8, 3))
+    plain = copy.deepcopy(model)
+
+    def loss(found, y):
+        return F.mse_loss(found[0], y) + found[1]
+
+    result = Trainer(
+        model, loss, lambda given: torch.optim.SGD(given, lr=0.1), mem_limit="2GB", method="streamed", partitions=3, epochs=1,
+        batch_size=8, micro_batch_size=8, shuffle=False, output_dir=tmp_path, quiet=True,
+    ).fit((x, y))  # fmt: skip
+    loss(plain(x), y).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert len(result.plan.partitions) == 3
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 class Doubled(torch.autograd.Function):
