@@ -330,19 +330,28 @@ class Skips(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
 
     def forward(self, x):
         if self.training and not torch.rand(1) > 0.0:
             return x
-        return x + self.b(self.a(x).relu())
+        return x + self.layers[1](self.layers[0](x).relu())
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.between, self.other = Skips(), nn.Linear(4, 4), Skips()
+
+    def forward(self, x):
+        return self.other(self.between(self.one(x)))
 
 
 def test_a_module_that_decides_by_a_drawn_number_is_a_block_and_so_are_others_of_its_class():
     """The whole model was one block, whatever else it had."""
-    model = Whole(nn.Sequential(Skips(), nn.Linear(4, 4), Skips()))
+    model = Whole(Twice())
     chain = chain_of(model, (4,), torch.float32)
-    assert [block.name for block in chain] == ["first", "middle.0", "middle.1", "middle.2", "head"]
+    assert [block.name for block in chain] == ["first", "middle.one", "middle.between", "middle.other", "head"]
     assert len(chain.whole_parts) == 1
     assert_same_as_whole(model, quantities())
 
