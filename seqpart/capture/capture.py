@@ -151,13 +151,13 @@ def _traced(asked: _Asked) -> tuple[Chain, Program, Program]:
     refuse_without_values({type(model).__name__: model})
     refuse_misfit(model, form, labels.name if labels is not None else "")
     whole: set[nn.Module] = {module for module in model.modules() if isinstance(module, Score)}  # each is a partition
-    reasons: list[str] = []
+    reasons: dict[nn.Module, str] = {}
     first: Inside | None = None
     while True:
         try:
             blocks = blocks_of(model, whole)
             program, evaluation = (_in_mode(asked, blocks, training=training) for training in (True, False))
-            return Cutter(model).chain(program, evaluation, tuple(reasons)), program, evaluation
+            return Cutter(model).chain(program, evaluation, tuple(reasons.values())), program, evaluation
         except OtherRows:
             continue
         except Inside as error:
@@ -167,9 +167,9 @@ def _traced(asked: _Asked) -> tuple[Chain, Program, Program]:
             never = labels is not None or model._backward_hooks or model._backward_pre_hooks or _without_draws(model)
             if module in whole or (module is model and never):
                 raise _uncut(first or error, error, asked) from error
-            reasons = [] if module is model else reasons
+            reasons = {one: why for one, why in reasons.items() if one not in set(module.modules())}
             whole |= {one for one in model.modules() if type(one) is type(module)} if error.alike else {module}
-            reasons.append(f"{error.why}, in {error.where or error.path or type(model).__name__}")
+            reasons[module] = f"{error.why}, in {error.where or error.path or type(model).__name__}"
 
 
 def _uncut(error: Inside, last: Inside, asked: _Asked) -> ModelError:
