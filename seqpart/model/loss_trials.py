@@ -4,9 +4,9 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,12 @@ from seqpart.model.reductions import (
     Kind,
     Reduction,
     finite_count,
+    gradient_of,
     holds,
     is_ours,
     name_of,
     near,
+    near_all,
     one_loss,
     pair_of,
     stated_reduction,
@@ -106,8 +108,9 @@ def _tried(
             f"{_CURE} Or give --micro-batch-size {batch}: a batch that is not divided may have any loss."
         )
         raise OptionError(
-            f"loss {name_of(loss)}: the loss of a batch is neither the mean of its parts' by their rows nor their sum (a mask, "
-            f"ignored labels, weights, or rows that are compared with each other?). {cure}"
+            f"loss {name_of(loss)}: the loss of a batch is neither the mean of its parts' by their rows nor their sum, or its "
+            "gradient is not (a mask, ignored labels, weights, rows that are compared with each other, a loss divided by its "
+            f"own value?). {cure}"
         )
     return found
 
@@ -170,12 +173,29 @@ class _CannotBeTried(OptionError):
     """Raised for a loss that cannot be tried; not an error where no batch is divided."""
 
 
+class _Tried(NamedTuple):
+    """The loss of some rows, the weight that it counted, or None, and its gradient by their outputs."""
+
+    loss: float
+    counted: float | None
+    gradient: torch.Tensor
+
+
+def _add_up(tries: Sequence[_Tried], factors: Sequence[float]) -> bool:
+    """True if loss and gradient of the first, times its factor, are the sum of the others', times theirs. A loss that divides
+    by its own value adds up, and its gradient does not."""
+    whole, *parts = [(one.loss * factor, one.gradient * factor) for one, factor in zip(tries, factors, strict=True)]
+    gradient, gradients = whole[1], torch.cat([part for _, part in parts])
+    alike = near_all(gradient, gradients) or not (gradient.isfinite().all() and gradients.isfinite().all())
+    return alike and near(whole[0], sum(loss for loss, _ in parts), abs(whole[0]) + sum(abs(loss) for loss, _ in parts))
+
+
 class _Trial:
     def __init__(
         self, loss: Any, reduction: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor
     ) -> None:
         self._loss, self._known, self._dtype = loss, reduction, dtype
-        self._packed, self._example = getattr(loss, "takes_bytes", False), getattr(loss, "example", torch.positive)
+        self._packed, self._example = getattr(loss, "takes_bytes", False), getattr(loss, "example", torch.clone)
         self._shape, self._labels, self._rows = shape, labels, (2, 4)
         nbytes = math.prod(shape) * dtype.itemsize
         positions = () if self._packed else labels.shape[1:]
@@ -203,11 +223,11 @@ class _Trial:
         for labels, like in self._cases():
             output = change(like(torch.randn(len(labels), *self._shape, dtype=self._dtype)))
             at = self._rows[0]
-            whole, *parts = (self._try(output[a:b], labels[a:b]) for a, b in ((0, None), (0, at), (at, None)))
-            if like is not torch.positive and not math.isfinite(whole[0]):
+            tries = [self._try(output[a:b], labels[a:b]) for a, b in ((0, None), (0, at), (at, None))]
+            if like is not torch.positive and not math.isfinite(tries[0].loss):
                 continue
-            pairs = pairs or whole[1] is not None
-            kinds &= self._fitting(whole, parts, at / len(labels))
+            pairs = pairs or tries[0].counted is not None
+            kinds &= self._fitting(tries, at / len(labels))
         if not kinds and self._differs(0, 1):
             if self._known is None:
                 raise _CannotBeTried(f"loss {name_of(self._loss)}: it draws random numbers, so it cannot be tried. {_CURE}")
@@ -237,39 +257,33 @@ class _Trial:
                 yield labels, lambda output: output / 100
                 yield labels, lambda output: output.sort(0).values
 
-    def _fitting(self, whole: tuple[float, float | None], parts: list[tuple[float, float | None]], share: float) -> set[Kind]:
-        """Kinds by which the parts add up to the whole. share: the first part's share of the rows."""
-        (value, _), (one, _), (other, _) = whole, *parts
-        counts = [count for _, count in (whole, *parts) if count is not None]
-        scale = abs(value) + abs(one) + abs(other)
-        found = {Kind.ROWS} if near(value, share * one + (1 - share) * other, scale) else set()
-        if near(value, one + other, scale):
-            found.add(Kind.SUM)
+    def _fitting(self, tries: list["_Tried"], share: float) -> set[Kind]:
+        """Kinds by which the parts add up to the whole, the first of `tries`. share: the first part's share of the rows."""
+        counts = [one.counted for one in tries if one.counted is not None]
+        factors = {Kind.ROWS: [1.0, share, 1 - share], Kind.SUM: [1.0] * 3}
         if len(counts) == 3 and near(counts[0], counts[1] + counts[2], counts[0]):
             # A loss that returns (sum, count) has given the sum already.
-            sums = (value, one + other) if self._known is None else (value * counts[0], one * counts[1] + other * counts[2])
-            if near(*sums, abs(sums[0]) + abs(sums[1])):
-                found.add(Kind.COUNTED)
-        return found
+            factors[Kind.COUNTED] = [1.0] * 3 if self._known is None else counts
+        return {kind for kind, own in factors.items() if _add_up(tries, own)}
 
-    def _try(self, output: torch.Tensor, labels: torch.Tensor) -> tuple[float, float | None]:
-        """Returns (loss, count or None); a mean over nothing is 0."""
-        count = None
+    def _try(self, output: torch.Tensor, labels: torch.Tensor) -> "_Tried":
+        """Tries the loss once; a mean over nothing is 0."""
+        count, output = None, output.detach().requires_grad_()
         if self._known is not None and self._known.counts is not None:
             count = finite_count(self._known.counts(labels))
             if not count:
-                return 0.0, count
+                return _Tried(0.0, count, torch.zeros_like(output))
         found = self._loss(self._example(output), labels.clone())  # it may write into them
         refuse_borrowed(name_of(self._loss), found)
         if isinstance(found, tuple):
-            total, count = pair_of(found)
-            return float(total.detach()), count
-        return float(one_loss(found).detach()), count
+            found, count = pair_of(found)
+        loss = one_loss(found)
+        return _Tried(float(loss.detach()), count, gradient_of(loss, output))
 
     def _differs(self, *seeds: int) -> bool:
         """True if the loss of the same outputs differs between these seeds."""
         output, labels = self._outputs()(torch.randn(sum(self._rows), *self._shape, dtype=self._dtype)), next(self._batches())
-        (one, _), (other, _) = [(seed_all(seed), self._try(output, labels))[1] for seed in seeds]
+        one, other = [(seed_all(seed), self._try(output, labels).loss)[1] for seed in seeds]
         return abs(one - other) > 1e-6 * abs(one)
 
     def _outputs(self) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -277,7 +291,7 @@ class _Trial:
         output, labels, problem = torch.randn(sum(self._rows), *self._shape, dtype=self._dtype), next(self._batches()), ""
         for change in (torch.positive, torch.sigmoid, functools.partial(F.log_softmax, dim=-1)):
             try:
-                if math.isfinite(self._try(change(output), labels)[0]):
+                if math.isfinite(self._try(change(output), labels).loss):
                     return change
             except OptionError:
                 raise

@@ -267,10 +267,19 @@ class Held:
         devices = [whole[0].device] if whole[0].is_cuda else []
         with torch.random.fork_rng(devices=devices), generators_left_alone(), warnings.catch_warnings(action="ignore"):
             try:
-                with torch.autocast(whole[0].device.type, enabled=False):
-                    found = [loss_value(loss, reduction, output.double(), labels) for output, labels in (whole, *self._parts)]
+                with torch.autocast(whole[0].device.type, enabled=False), torch.enable_grad():
+                    outputs = [output.double().requires_grad_() for output in (whole[0], *(one for one, _ in self._parts))]
+                    labels = [whole[1], *(one for _, one in self._parts)]
+                    found = [loss_value(loss, reduction, one.clone(), own) for one, own in zip(outputs, labels, strict=True)]
+                    factors = [1.0 if one.kind is Kind.SUM else one.weight for one in found]
+                    gradient, *gradients = [
+                        factor * gradient_of(one.loss, output)
+                        for one, factor, output in zip(found, factors, outputs, strict=True)
+                    ]
             except Exception:
                 return True
+        if gradient.isfinite().all() and not near_all(gradient, torch.cat(gradients), _ROUNDING * len(gradient)):
+            return False
         (total, *totals), (weight, *weights) = [float(one.total) for one in found], [one.weight for one in found]
         scale = abs(total) + sum(map(abs, totals))
         adds_up = abs(total - sum(totals)) <= 1e-4 * scale + _ROUNDING * len(whole[0])
@@ -293,6 +302,19 @@ def refuse_parts(loss: LossFunction, batch: int) -> NoReturn:
 
 def near(one: float, other: float, scale: float) -> bool:
     return abs(one - other) <= 1e-4 * scale
+
+
+def near_all(one: torch.Tensor, other: torch.Tensor, rounding: float = 0.0) -> bool:
+    """True if two gradients are near, by the largest of their numbers."""
+    if not one.numel():
+        return True
+    return bool((one - other).abs().max() <= (1e-4 + rounding) * torch.maximum(one.abs().max(), other.abs().max()))
+
+
+def gradient_of(loss: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of a loss by its output; zeros where it has none."""
+    found = torch.autograd.grad(loss, output, allow_unused=True)[0] if loss.requires_grad else None
+    return torch.zeros_like(output) if found is None else found.detach()
 
 
 def name_of(loss: object) -> str:

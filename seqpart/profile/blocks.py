@@ -472,7 +472,8 @@ def measure_loss(
     mode = FakeMode()
     module, tensors = (nn.Module(), dict[str, torch.Tensor]()) if block is None else block.fake(mode)
     with mode:
-        output = torch.empty((batch, *output_shape), dtype=dtype, requires_grad=has_gradients(dtype))
+        # No leaf, so that the loss may change it in place.
+        output = torch.empty((batch, *output_shape), dtype=dtype, requires_grad=has_gradients(dtype)).clone()
         given = [output, *map(mode.from_tensor, labels)]
     with mode, with_tensors(module, tensors), SameTypes(), LiveBytes(granule) as live:  # type: ignore[no-untyped-call]
         live.ignore([*given, *tensors.values()])

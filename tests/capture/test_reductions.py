@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from seqpart import Trainer
 from seqpart.errors import DataError, OptionError
 from seqpart.model.loss_trials import reduction_of
-from seqpart.model.reductions import Kind
+from seqpart.model.reductions import BY_ROWS, Held, Kind
 from tests.exactly import numbers, tokens
 
 ROWS, BATCH = 24, 8
@@ -245,6 +245,66 @@ def test_the_rows_of_least_labels_are_tried_where_a_row_has_several(tmp_path):
     trainer = Trainer(language_model(), loss, mem_limit="2GB", method="full", batch_size=BATCH, quiet=True)
     with pytest.raises(OptionError, match="neither the mean of its parts' by their rows"):
         trainer.plan((x, {"y": y, "mask": mask}))
+
+
+def balanced(output, labels):
+    loss = F.cross_entropy(output, labels)
+    return loss / loss.detach()
+
+
+class Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm()
+
+
+def normalised(output, labels):
+    return F.cross_entropy(Normalised.apply(output), labels)
+
+
+def hooked(output, labels):
+    output.register_hook(torch.sign)
+    return F.cross_entropy(output, labels)
+
+
+@pytest.mark.parametrize("loss", [balanced, normalised, hooked])
+def test_a_loss_whose_gradient_does_not_add_up_is_refused_though_its_value_does(loss):
+    """It trained to weights that depended on the micro-batch, and so on the limit, in silence."""
+    output, labels = torch.randn(8, 4), torch.arange(8) % 4
+    with pytest.raises(OptionError, match="or its gradient is not"):
+        reduction_of(loss, (4,), torch.float32, labels, labels[:0], batch=8)
+    held = Held(2)
+    held.add(output[:4], labels[:4])
+    held.add(output[4:], labels[4:])
+    assert not held.adds_up(loss, BY_ROWS)
+    assert held.adds_up(F.cross_entropy, BY_ROWS)
+
+
+def with_margin(output, labels):
+    output[range(len(output)), labels] -= 0.5
+    return F.cross_entropy(output, labels)
+
+
+def of_probabilities(output, labels):
+    return F.nll_loss(output.sigmoid_().log(), labels)
+
+
+@pytest.mark.parametrize("loss", [with_margin, of_probabilities])
+def test_a_loss_may_change_its_outputs_in_place(loss, tmp_path):
+    """It was said to remember something from call to call, or that a leaf was changed in place."""
+    x, y = torch.randn(BATCH, 6), torch.arange(BATCH) % 4
+    model, plain = nn.Sequential(*classifier()), nn.Sequential(*classifier())
+    Trainer(
+        model, loss, lambda given: torch.optim.SGD(given, lr=0.1), mem_limit="2GB", method="full", batch_size=BATCH, epochs=1,
+        shuffle=False, micro_batch_size=BATCH, output_dir=tmp_path, quiet=True,
+    ).fit((x, y))  # fmt: skip
+    loss(plain(x), y).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 def test_sessions_have_the_bits_of_rows_while_all_labels_count(tmp_path):
