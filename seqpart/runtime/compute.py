@@ -24,6 +24,7 @@ from seqpart.errors import ModelError
 from seqpart.methods.ist.statistics import observed
 from seqpart.methods.method import PartitionLoss, SyntheticLoss, TrueLoss
 from seqpart.model.blocks import Block
+from seqpart.model.gradient_hooks import call_hooks, hooks_put_off
 from seqpart.model.metrics import Metrics, MetricSinks
 from seqpart.model.packs import Pack
 from seqpart.model.reductions import LossValue, share_of_update
@@ -276,17 +277,26 @@ class Compute:
 
     def _run_backward(self, step: Step, roots: list[Any], gradients: list[torch.Tensor]) -> None:
         edges = [get_gradient_edge(root) if isinstance(root, torch.Tensor) else root for root in roots]
-        span = self.span(step)
-        divided = span.stop - span.start < span.update_rows
-        parameters = [*self.loaded[step.partition].trainable.values()] if divided else []
+        parameters = [*self.loaded[step.partition].trainable.values()] if self.divides(step) else []
         versions = [parameter._version for parameter in parameters]
-        with RefuseAway(_READS_OTHERS):  # torch turns modes off in a backward pass from tensors
+        with RefuseAway(_READS_OTHERS), hooks_put_off(parameters):  # torch turns modes off in a backward pass from tensors
             back_propagate(edges, gradients)
         if versions != [parameter._version for parameter in parameters]:
             raise ModelError(
                 "a hook changes weights in backward, as an optimizer of its own does, and other micro-batches of the update go "
                 "forward with the old ones. Leave it out, or give --micro-batch-size the rows of an update."
             )
+
+    def divides(self, step: Step) -> bool:
+        """True if the gradients of the step's update are the sum of several micro-batches'."""
+        span = self.span(step)
+        return self.phases[step.phase].ranks > 1 or span.stop - span.start < span.update_rows
+
+    def call_hooks(self, step: Step) -> None:
+        """Calls the hooks of a partition's parameters on the gradients of a whole update, if it is divided."""
+        if self.divides(step):
+            with RefuseAway(_READS_OTHERS):
+                call_hooks(self.loaded[step.partition].trainable.values())
 
     def _falsified(self, handed: Pack) -> Pack:
         """Returns what BACKWARD takes from other partitions; slightly wrong in `verify`'s control run, see `falsified`."""

@@ -289,6 +289,7 @@ class Executor:
         partition = self._loaded[step.partition]
         if (scale := self.compute.scale(step.phase, self.position.updates)) is not None:
             partition.scale_gradients(scale)
+        self.compute.call_hooks(step)
         if self._clip is not None:
             self._norms.update(partition.gradient_norms())
 

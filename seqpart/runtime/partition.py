@@ -21,6 +21,7 @@ from seqpart.device.compiler import without_symbols
 from seqpart.device.device import Device
 from seqpart.methods.ist.statistics import Around
 from seqpart.model.blocks import Block, Tied
+from seqpart.model.gradient_hooks import hooks_put_off
 from seqpart.model.optimizers import Adopted, GradientNorm, Optimizer
 from seqpart.model.packs import Pack
 from seqpart.model.scheduler import Groups
@@ -436,17 +437,10 @@ class Partition:
         found: dict[Tied, torch.Tensor | None] = {}
         parameters = {tie: block.module.get_parameter(tie.name) for block, tie in self.tied}
         before = {tie: parameter.grad for tie, parameter in parameters.items()}
-        every = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in set(parameters.values())]
-        hooks = [(hooks, dict(hooks)) for pair in every for hooks in pair if hooks]
         for parameter in parameters.values():
             parameter.grad = None
-        for own, _ in hooks:  # handles and autograd refer to this dict
-            own.clear()
-        try:
+        with hooks_put_off(parameters.values()):
             yield found
-        finally:
-            for own, held in hooks:
-                own.update(held)
         for tie, parameter in parameters.items():  # if several blocks use one parameter, the first gets its gradient
             found[tie], parameter.grad = parameter.grad, None
         for tie, parameter in parameters.items():

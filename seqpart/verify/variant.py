@@ -22,6 +22,7 @@ from seqpart.errors import DataError, DoesNotFit, ModelError, OutOfMemory, Verif
 from seqpart.intake import tested_on_first
 from seqpart.methods import methods_named
 from seqpart.methods.method import PartitionLoss, TrueLoss
+from seqpart.model.gradient_hooks import call_hooks, hooks_put_off
 from seqpart.model.live_modules import modules_of
 from seqpart.model.optimizers import Adopted
 from seqpart.model.reductions import LossValue, share_of_update
@@ -241,10 +242,13 @@ def train_plainly(session: Run, model: object, updates: int) -> dict[tuple[int, 
         if phase.kind is not PhaseKind.TRAIN or not left:
             continue
         for number, batches in enumerate(_updates(session, phase)):
-            scale = _back_propagate(session, plain, loss_fn, batches)
+            with hooks_put_off(trained if phase.micro_batches_per_update > 1 else ()):
+                scale = _back_propagate(session, plain, loss_fn, batches)
             for parameter in trained:
                 if scale != 1.0 and parameter.grad is not None:
                     parameter.grad.mul_(scale)
+            if phase.micro_batches_per_update > 1:
+                call_hooks(trained)
             if settings.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(plain.parameters(), settings.clip_grad_norm)
             adopted.tune(rate(phase, number))

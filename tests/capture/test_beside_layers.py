@@ -644,14 +644,51 @@ def steps_in_backward():
     return model
 
 
-def test_a_hook_that_makes_steps_is_refused_where_an_update_has_several_micro_batches(tmp_path):
-    """All micro-batches went forward first where partitions are streamed, and one after the other where they are not."""
+def test_a_hook_that_makes_steps_makes_them_once_an_update(tmp_path):
     torch.manual_seed(0)
     model = steps_in_backward()
     torch.manual_seed(0)
     same(plain(steps_in_backward()), ours(model, tmp_path / "1"))
+    torch.manual_seed(0)
+    divided = ours(steps_in_backward(), tmp_path / "2", micro_batch_size=4)
+    assert all(map(torch.allclose, divided.parameters(), model.parameters()))
+
+
+def test_a_layer_that_steps_in_backward_is_refused_where_an_update_has_several_micro_batches(tmp_path):
+    """All micro-batches went forward first where partitions are streamed, and one after the other where they are not."""
+
+    def decays(layer, *_):
+        layer.weight.detach().mul_(0.9)
+
+    model = nn.Sequential(*layers())
+    model[2].register_full_backward_hook(decays)
     with pytest.raises(ModelError, match="a hook changes weights in backward"):
-        ours(steps_in_backward(), tmp_path / "2", micro_batch_size=4)
+        ours(model, tmp_path, micro_batch_size=4)
+
+
+def clamp(gradient):
+    return gradient.clamp(-1e-3, 1e-3)
+
+
+def clip(parameter):
+    parameter.grad.div_(parameter.grad.norm())
+
+
+@pytest.mark.parametrize("method", ["streamed", "full"])
+@pytest.mark.parametrize(("kind", "hook"), [("hook", clamp), ("hook", torch.sign), ("post_accumulate_grad_hook", clip)])
+@pytest.mark.few(2)
+def test_hooks_on_gradients_are_called_for_the_whole_update(kind, hook, method, tmp_path):
+    """They were called for each micro-batch, so what they clamp or divide by depended on the limit, in silence."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers())
+    other = copy.deepcopy(model)
+    for one in (model, other):
+        for parameter in one.parameters():
+            getattr(parameter, f"register_{kind}")(hook)
+    options = {"optimizer": lambda given: torch.optim.SGD(given, lr=0.1), "method": method}
+    ours(model, tmp_path / "whole", **options)
+    ours(other, tmp_path / "divided", micro_batch_size=4, **options)
+    assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(model.parameters(), other.parameters(), strict=True))
 
 
 class Together(torch.optim.SGD):
