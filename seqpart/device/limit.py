@@ -186,7 +186,8 @@ def enforced(device: Device, limit: int, *, beside: int = 0, untouched: int = 0)
     unused, code, granted, lent, used, over, me = now.data - now.anon, generated_code(), 0, 0, 0, False, object()
 
     def set_limit() -> None:
-        _DATA_LIMIT.hold(me, limit - beside + unused + untouched + granted + lent - used)
+        # What is reserved and unused now may be used later, without the kernel's leave.
+        _DATA_LIMIT.hold(me, limit - RUNTIME_VARIES - beside + unused + untouched + granted + lent - used)
 
     def grant(*, at_rest: bool = False, untouched: int = 0) -> bool:
         nonlocal granted, lent, used

@@ -487,3 +487,23 @@ def test_a_metric_that_keeps_all_outputs_does_not_pass_the_limit(tmp_path):
     with pytest.raises((OutOfMemory, DoesNotFit)) as caught:  # in the test, or when a smaller plan is made for it
         made.fit((x[:512], y[:512]), (x, y), compute_metrics=Keeping())
     assert "its weights are in" in " ".join(caught.value.__notes__)
+
+
+@pytest.mark.slow
+@pytest.mark.own_process
+def test_a_callback_that_keeps_tensors_does_not_pass_the_limit(tmp_path):
+    """Memory that was reserved before the limit, and used after it, took the run past it by 1 MB, and nothing was saved."""
+    kept = []
+
+    class Callback:
+        def on_step(self, event):
+            kept.append(torch.ones(1 << 20))
+
+    layers = [layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU())]
+    made = Trainer(
+        nn.Sequential(*layers, nn.Linear(512, 3)), mem_limit="600MB", method="streamed", epochs=3, batch_size=8, lr=1e-3,
+        quiet=True, output_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(OutOfMemory, match="memory ran out while a callback ran") as caught:
+        made.fit((torch.randn(512, 512), torch.arange(512) % 3), callbacks=[Callback()])
+    assert "The run is saved" in " ".join(caught.value.__notes__)
