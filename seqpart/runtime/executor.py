@@ -286,7 +286,10 @@ class Executor:
 
     def _end_backward(self, step: Step) -> None:
         """Completes the gradients of a partition, once all micro-batches of the update are back-propagated."""
-        partition = self._loaded[step.partition]
+        phase, partition = self._phases[step.phase], self._loaded[step.partition]
+        # The number is in host memory, and nothing has to synchronize, or the pass ends here, which synchronizes anyway.
+        if self._device.shares_memory or phase.updates == 1:
+            self.compute.refuse_divergence(step.phase, self.position.updates + 1)
         if (scale := self.compute.scale(step.phase, self.position.updates)) is not None:
             partition.scale_gradients(scale)
         self.compute.call_hooks(step)
@@ -296,8 +299,6 @@ class Executor:
     def _update(self, step: Step) -> tuple[int, int]:
         phase, partition = self._phases[step.phase], self._partitions[step.partition]
         partition.finish_state()
-        if self._device.shares_memory:  # the number is in host memory: nothing has to synchronize
-            self.compute.refuse_divergence(step.phase, self.position.updates + 1)
         if not self.progress.updated and phase.breadth_first:
             self._mark_homes()
         if phase.kind is PhaseKind.TRAIN:

@@ -47,6 +47,8 @@ class Observer:
     """Called after each step, and at the beginning and end of each pass."""
     watched: Watched = unwatched
     """Context manager that threads enter while they move homes and read rows."""
+    when_diverged: str = ""
+    """What to do when a loss is not finite, in the place of what the checkpoints say."""
     failed: Callable[[Failure], None] = lambda _: None
     """Called before the run goes on with another plan after a failed allocation."""
 

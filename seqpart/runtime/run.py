@@ -279,7 +279,8 @@ class Run:
                     micro_batch=max(stage.micro_batch for stage in self.prepared.stages),
                 )  # fmt: skip
             except Diverged as error:
-                raise Diverged(f"{error.with_flags} {self.saving.fallback(phases[executor.step.phase].stage)}") from None
+                advice = self._observer.when_diverged or self.saving.fallback(phases[executor.step.phase].stage)
+                raise Diverged(f"{error.with_flags} {advice}") from None
             return failure, executor.position, executor.compute.committed
 
     def _keep_label(self) -> None:
@@ -408,7 +409,7 @@ class Run:
         """Saves after an error ended a step, when every home is as the executor's position says."""
         self.failed_at = executor.position
         self._go_back(self.failed_at)
-        if self.settings.saves and not self._divides_state:
+        if self.settings.saves and not (self._divides_state or isinstance(error, Diverged)):  # it would diverge again
             self.reporter.add_note(error, self.saving.after_error(executor))
 
     @property

@@ -168,7 +168,8 @@ class TrainingSession:
     @property
     def observer(self) -> Observer:
         """The observer that the run must be built with."""
-        return Observer(at_rest=lambda _: not self._stopping, shaped=self._shaped, counts_updates=True)
+        advice = "The session is as it was before: go on without these rows, or with a smaller learning rate."
+        return Observer(at_rest=lambda _: not self._stopping, shaped=self._shaped, counts_updates=True, when_diverged=advice)
 
     def begin(self, session: Run) -> None:
         """Starts the session on a run whose homes are filled."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from seqpart import Trainer
-from seqpart.errors import DataError, ModelError
+from seqpart.errors import DataError, Diverged, ModelError
 from seqpart.plan.prediction import predict
 from seqpart.plan.problem import parts_of
 from seqpart.plan.simulator import Resources
@@ -149,3 +149,31 @@ def test_a_batch_with_a_nan_leaves_a_session_that_goes_on_and_keeps_what_was_tra
         with pytest.raises(DataError, match="NaN"):
             session.step((x, y))
     assert same(module.state_dict(), trained) and not same(model().state_dict(), trained)
+
+
+@pytest.mark.parametrize("options", [{"method": "full"}, {"method": "streamed", "partitions": 2}], ids=["full", "streamed"])
+def test_a_loss_that_is_not_finite_leaves_the_session_as_it_was(options):
+    """It ended the session, and all that had been trained was lost."""
+
+    def loss(output, y):
+        return nn.functional.cross_entropy(output, y) + torch.where(output.detach().abs().max() > 1e3, torch.nan, 0.0)
+
+    def adam(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+    module, plain = model(), model()
+    trainer = Trainer(module, loss, adam, mem_limit="2GB", batch_size=BATCH, micro_batch_size=BATCH, quiet=True, **options)
+    with trainer.session(batch()) as session:
+        session.step(batch(seed=1))
+        x, y = batch()
+        with pytest.raises(Diverged, match="The session is as it was before"):
+            session.step((x * 1e6, y))
+        assert session.updates == 1
+        session.step(batch(seed=2))
+    optimizer = adam(plain.parameters())
+    for seed in (1, 2):
+        optimizer.zero_grad()
+        x, y = batch(seed=seed)
+        loss(plain(x), y).backward()
+        optimizer.step()
+    assert same(module.state_dict(), plain.state_dict())
