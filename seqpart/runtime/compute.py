@@ -289,8 +289,10 @@ class Compute:
 
     def divides(self, step: Step) -> bool:
         """True if the gradients of the step's update are the sum of several micro-batches'."""
+        if self.phases[step.phase].ranks > 1:
+            return True
         span = self.span(step)
-        return self.phases[step.phase].ranks > 1 or span.stop - span.start < span.update_rows
+        return span.stop - span.start < span.update_rows
 
     def call_hooks(self, step: Step) -> None:
         """Calls the hooks of a partition's parameters on the gradients of a whole update, if it is divided."""

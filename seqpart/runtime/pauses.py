@@ -314,10 +314,14 @@ class Pauses:
                     yield tensor, type(tensor)
                     tensor.__class__ = _AWAY[type(tensor)]
 
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the parameters that the plan has room to train, and that do not learn now."""
+        return [label for label, (block, name) in self._planned.items() if not block.learns.get(name, True)]
+
     def noted_in(self, kept: LoopState) -> LoopState:
         """Returns `kept` with the parameters that are frozen and trained by now."""
-        frozen = [label for label, (block, name) in self._planned.items() if not block.learns.get(name, True)]
-        return msgspec.structs.replace(kept, frozen=frozen, learns=self._since + self.unplanned)
+        return msgspec.structs.replace(kept, frozen=self.frozen, learns=self._since + self.unplanned)
 
     def _obey(self, wanted: Sequence[bool]) -> None:
         """Applies the wanted requires_grad of each parameter. Raises ModelError if the run cannot."""

@@ -16,7 +16,7 @@ from seqpart.checkpoint.resume import ResumePoint, State, data_digest, gathers
 from seqpart.data.reader import ReaderThread
 from seqpart.device.limit import RUNTIME_VARIES, Grant, enforced, translate_oom
 from seqpart.device.sampler import MEMORY, Proof, Sampler
-from seqpart.errors import Diverged, DoesNotFit, Interrupted, LimitExceeded, OutOfMemory, StoreError, resuming
+from seqpart.errors import Diverged, DoesNotFit, Interrupted, LimitExceeded, ModelError, OutOfMemory, StoreError, resuming
 from seqpart.interrupts import Interrupts
 from seqpart.methods.ist.moving import Parting
 from seqpart.methods.ist.parts import JointChain
@@ -510,10 +510,15 @@ class Run:
 
     def _agree(self, due: bool) -> bool:
         """Makes a signal, a callback's stop, or an export, of which one of several ranks knows, hold for all. Returns True if a
-        checkpoint is `due` in the first."""
+        checkpoint is `due` in the first. Raises ModelError if they train other parameters from here on."""
         if self.ranks.count > 1:
-            own = self.interrupts.has_come, bool(self.watch.ending.asked), due, self.exports.due
-            came, ends, due, self.exports.due = self.ranks.any_of(*own)
+            own = self.interrupts.has_come, bool(self.watch.ending.asked), due, self.exports.due, self.pauses.changed
+            came, ends, due, self.exports.due, changed = self.ranks.any_of(*own)
+            if changed and len({*map(tuple, self.ranks.gather(self.pauses.frozen))}) > 1:
+                raise ModelError(
+                    "requires_grad was changed in a callback, and not alike on all ranks, which exchange their gradients. Let "
+                    "the callback do the same on every rank."
+                )
             self.interrupts.agree(came=came)
             for why in self.ranks.gather(self.watch.ending.asked) if ends else ():
                 self.watch.ending.ask(why)

@@ -143,6 +143,16 @@ class Fails:
             raise ValueError
 
 
+class Freezes:
+    """A callback that freezes a layer in the second rank alone."""
+
+    def __init__(self, rank, model):
+        self.rank, self.model = rank, model
+
+    def on_step(self, event):
+        self.model[0].requires_grad_(self.rank == 0)
+
+
 class Kept:
     """A callback that notes the homes of the second rank, and those of the first."""
 
@@ -202,6 +212,12 @@ def runs(folder, rank):
             pass
     except SeqpartError as error:
         said["session"] = type(error).__name__, str(error)
+    model = deep()
+    try:
+        trainer = Trainer(model, output_dir=folder / "frozen", **{**COMMON, "method": "full"})
+        trainer.fit((ROWS, CLASSES), callbacks=[Freezes(rank, model)])
+    except SeqpartError as error:
+        said["frozen"] = type(error).__name__, str(error)
     try:
         fitted("channels last", folder / "failed", callbacks=[Fails(rank)])
     except Exception as error:

@@ -158,11 +158,13 @@ def test_what_several_processes_cannot_share_is_refused_by_all_of_them(together)
     assert first == second and {name: kind for name, (kind, _) in first.items()} == {
         **dict.fromkeys(("subnets", "partitions", "tests", "unfreeze", "micro-batch", "batch"), "OptionError"),
         "limit": "DoesNotFit", "rows": "DataError", "settings": "OptionError", "session": "OptionError",
+        "frozen": "ModelError",
     }  # fmt: skip
     assert "trained by 2 processes, each of which takes at least one" in first["subnets"][1]
     assert "Give partitions=2, or start fewer" in first["partitions"][1]
     assert "eval_every needs the whole network" in first["tests"][1]
     assert "torchrun has started 2" in first["unfreeze"][1] and "DistributedSampler" in first["rows"][1]
+    assert "not alike on all ranks" in first["frozen"][1]  # gloo aborted where tensors of other sizes met
     assert "rank 1 was given other settings than rank 0: epochs is" in first["settings"][1]
 
 
