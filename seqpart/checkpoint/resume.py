@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 from msgspec import Meta
@@ -16,6 +17,7 @@ from seqpart.checkpoint.changes import FREE, Place
 from seqpart.checkpoint.manifest import Manifest, no_checkpoint
 from seqpart.checkpoint.marker import MARKER, is_begun_anew
 from seqpart.checkpoint.run_directory import finish_what_was_published
+from seqpart.data.source import Source, generators_kept
 from seqpart.data.splits import Split
 from seqpart.device.ranks import Ranks
 from seqpart.errors import DataError, DoesNotFit, OptionError, shown
@@ -345,7 +347,8 @@ def refuse_unlike_ranks(ranks: Ranks, planner: Planner) -> None:
         return
     rows = planner.train, planner.test
     settings = {name: str(value) for name, value in planner.settings.to_json().items() if name not in _OF_A_RANK}
-    given = ranks.gather((settings, (data_digest(*rows), changes.row_digests(*rows))))
+    order = _order_digest(planner.train, planner.settings.seed)
+    given = ranks.gather((settings, (data_digest(*rows), changes.row_digests(*rows), order)))
     for rank, (other, _) in enumerate(given):
         if names := [name for name in settings if other[name] != given[0][0][name]]:
             differences = ", ".join(f"{name} is {other[name]}, not {given[0][0][name]}" for name in names)
@@ -356,6 +359,16 @@ def refuse_unlike_ranks(ranks: Ranks, planner: Planner) -> None:
             f"rank {others[0]} was given other rows than rank 0. Give every process the whole data, in the same order and "
             "without a DistributedSampler: each takes its own part of every batch."
         )
+
+
+def _order_digest(split: Split, seed: int) -> str:
+    """Returns a digest of the rows that the user's own sampler gives in the first epoch, in order; "" without one."""
+    source = split.source
+    if not isinstance(source, Source) or source.sampler is None:
+        return ""
+    with generators_kept():
+        order = source.order(source.draws(seed, "train", 0, 1), shuffle=True)
+    return xxhash.xxh3_64_hexdigest(np.asarray(order).tobytes())
 
 
 def data_digest(train: Split, test: Split) -> str:

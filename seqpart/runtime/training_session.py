@@ -241,7 +241,7 @@ class TrainingSession:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Inside, rows may be refused, and nothing is trained."""
+        """Inside, rows or a place on the disk may be refused, and nothing is trained."""
         self._untouched = True
         yield
         self._untouched = False
@@ -378,16 +378,20 @@ class TrainingSession:
         with self._working():
             self._bring_home()
             self._session.prepared = self._planned
-            self._session.saving.save(Position(self.updates), Metrics())
+            with self._refusing():
+                self._session.saving.save(Position(self.updates), Metrics())
         return self._session.directory.root
 
     def export(self, weights: str | Path) -> Path:
         """Writes the current model as a safetensors file with its own parameter names. Returns its path."""
         path = Path(weights)
+        if path.is_dir():
+            raise OptionError(f"export: expected the name of a file for the weights; found the directory {path}.")
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._working():
             self._bring_home()
-            self._session.homes.export(path)
+            with self._refusing():
+                self._session.homes.export(path)
         return path
 
     def state_dict(self) -> dict[str, torch.Tensor]:

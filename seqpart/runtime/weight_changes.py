@@ -17,12 +17,13 @@ Place = tuple[Block, str]
 
 
 def change_weights(
-    prepared: ExecutionPlan, store: Store, rule: Callable[..., Any], parts: Sequence[str], begins: Callable[[], None]
+    prepared: ExecutionPlan, store: Store, rule: Callable[..., Any], parts: Sequence[str], spoilt: Callable[[], None]
 ) -> None:
     """Calls `rule` with each parameter of the model's first part, and with those of the same name in the other parts. It
     changes the first in place, or returns its new value.
 
-    Homes are read block by block, and written when all of a block is changed. begins: called before the first is written.
+    Homes are read block by block, and written when all of a block is changed; an error restores them. spoilt: called where they
+    cannot be, since homes in host memory have one version.
 
     Raises ModelError for parts that do not match.
     """
@@ -34,23 +35,29 @@ def change_weights(
                 f"change_weights: {tiled[0]} is in tiles, and a rule would see one at a time. Give tile=0, and a larger limit."
             )
         together.setdefault(places[0][0], []).append(places)
-    for block, matching in together.items():
-        flats = {one: aligned(layouts[one].padded_nbytes) for one in dict.fromkeys(b for places in matching for b, _ in places)}
-        store.get_all((one.home, flat) for one, flat in flats.items())
-        views = {one: layouts[one].views(flat) for one, flat in flats.items()}
-        with torch.no_grad():
-            for places in matching:
-                first, *others = (views[one][name] for one, name in places)
-                made = rule(first, *others)
-                if made is not None and getattr(made, "shape", None) != first.shape:
-                    raise ModelError(
-                        f"change_weights: expected a rule that changes its first tensor, or returns another of shape "
-                        f"{tuple(first.shape)}; found {short(made)} for {_names(places)[0]}."
-                    )
-                if made is not None and made is not first:
-                    first.copy_(made)
-        begins()
-        store.put(block.home, layouts[block], flats[block])
+    store.mark()
+    try:
+        for block, matching in together.items():
+            blocks = dict.fromkeys(one for places in matching for one, _ in places)
+            flats = {one: aligned(layouts[one].padded_nbytes) for one in blocks}
+            store.get_all((one.home, flat) for one, flat in flats.items())
+            views = {one: layouts[one].views(flat) for one, flat in flats.items()}
+            with torch.no_grad():
+                for places in matching:
+                    first, *others = (views[one][name] for one, name in places)
+                    made = rule(first, *others)
+                    if made is not None and getattr(made, "shape", None) != first.shape:
+                        raise ModelError(
+                            f"change_weights: expected a rule that changes its first tensor, or returns another of shape "
+                            f"{tuple(first.shape)}; found {short(made)} for {_names(places)[0]}."
+                        )
+                    if made is not None and made is not first:
+                        first.copy_(made)
+            store.put(block.home, layouts[block], flats[block])
+    except BaseException:
+        if not store.rollback():
+            spoilt()
+        raise
     store.mark()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from seqpart import Trainer
 from seqpart.device import ranks
@@ -128,6 +129,7 @@ REFUSED = {
     "batch": {"method": "full", "batch_size": 1},
     "limit": {"method": "full", "mem_limit": "1MB"},
     "rows": {"method": "full"},
+    "sampler": {"method": "full", "cache": "none"},
     "settings": {"method": "full"},
 }
 
@@ -204,7 +206,11 @@ def runs(folder, rank):
             rows = ROWS + (rank if name == "rows" else 0)
             options = {**COMMON, **options, "epochs": 2 + (rank if name == "settings" else 0)}
             model = deep() if name == "tests" else normalised()
-            Trainer(model, output_dir=folder / f"refused-{name}", **options).fit((rows, CLASSES), (rows, CLASSES))
+            given = rows, CLASSES
+            if name == "sampler":
+                data = TensorDataset(*given)
+                given = DataLoader(data, batch_size=options["batch_size"], sampler=DistributedSampler(data))
+            Trainer(model, output_dir=folder / f"refused-{name}", **options).fit(given, (rows, CLASSES))
         except SeqpartError as error:
             said[name] = type(error).__name__, str(error)
     try:

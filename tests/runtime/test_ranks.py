@@ -157,7 +157,7 @@ def test_what_several_processes_cannot_share_is_refused_by_all_of_them(together)
     first, second = (json.loads((together / f"said-{rank}.json").read_text()) for rank in range(2))
     assert first == second and {name: kind for name, (kind, _) in first.items()} == {
         **dict.fromkeys(("subnets", "partitions", "tests", "unfreeze", "micro-batch", "batch"), "OptionError"),
-        "limit": "DoesNotFit", "rows": "DataError", "settings": "OptionError", "session": "OptionError",
+        "limit": "DoesNotFit", "rows": "DataError", "sampler": "DataError", "settings": "OptionError", "session": "OptionError",
         "frozen": "ModelError",
     }  # fmt: skip
     assert "trained by 2 processes, each of which takes at least one" in first["subnets"][1]

@@ -91,6 +91,11 @@ def test_a_rule_that_cannot_be_applied_leaves_the_session_as_it_was(tmp_path):
     def zero(one, other):
         return one.zero_()
 
+    def some(one, other):
+        if one.shape == (4, 7):
+            raise ValueError("not this one")
+        one.zero_()
+
     refused = [
         (
             zero,
@@ -101,6 +106,7 @@ def test_a_rule_that_cannot_be_applied_leaves_the_session_as_it_was(tmp_path):
         (zero, ("teacher", "head"), ModelError, "found 0.weight in teacher or head alone, or unlike"),
         (zero, (), OptionError, "expected a rule and parts of the model by name"),
         (zero, ("head",), TypeError, "missing 1 required positional argument"),
+        (some, ("student", "teacher"), ValueError, "not this one"),
         (number, ("head", "head"), ModelError, "returns another of shape (4, 4); found 0.5 for head.weight"),
     ]
     with session(tmp_path, model()) as steps:
@@ -110,6 +116,10 @@ def test_a_rule_that_cannot_be_applied_leaves_the_session_as_it_was(tmp_path):
             with pytest.raises(error, match=re.escape(words)):
                 steps.change_weights(rule, *parts)
             assert all(torch.equal(tensor, before[name]) for name, tensor in steps.state_dict().items())
+        with pytest.raises(OptionError, match="export: expected the name of a file"):
+            steps.export(tmp_path)
+        with pytest.raises(OSError, match="File name too long"):  # it ended the session, and what was trained was lost
+            steps.export(tmp_path / ("x" * 300))
         assert steps.step(batches(1)[0]) < loss_before
 
 
