@@ -127,6 +127,7 @@ class Relay:
         return bool(self._arguments.eval_strategy == "steps")
 
     def on_eval(self, event: EvalEvent) -> None:
+        self.state.global_step, self.state.epoch = event.update, self._lengths.epochs_after(event.update)
         whole: dict[str, Any] = {"eval_runtime": event.seconds, "eval_samples_per_second": event.rows_per_second}
         every: dict[str, Any] = {"eval_loss": event.loss}
         for found in self._by_sets(event):

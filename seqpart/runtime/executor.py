@@ -309,14 +309,17 @@ class Executor:
             clip = (self._clip, total) if total is not None else None
         stays = step.partition not in phase.streams
         place = phase.stage, phase.share_of(self.position.updates)[0]
-        partition.update(self._rate(phase, self.position.updates), clip, stays=stays, place=place)
+        rate = self._rate(phase, self.position.updates)
+        partition.update(rate, clip, stays=stays, place=place)
         sent = 0
         given_at_load = self._store.divides and not partition.weights_stay and phase.drops_after_update(step.partition)
         if phase.divides_state and phase.trains(step.partition) and not given_at_load:
             sent = self._ranks.give(list(partition.trainable.values()), phase.owner_of(step.partition))
             partition.changed = True
         if partition.optimizer is not None and phase.trains(step.partition):
-            self.learning_rate = partition.optimizer.param_groups[0].get("lr")
+            # A partition may have no parameter of the model's first group, which then has its first rate there.
+            first = rate.options[0] if isinstance(rate, Groups) else partition.optimizer.param_groups[0]
+            self.learning_rate = first.get("lr")
             self.gradient_norm = clip[1] if clip is not None else None
         return 0, sent
 

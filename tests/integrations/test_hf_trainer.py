@@ -363,6 +363,24 @@ def test_a_run_that_goes_on_knows_the_best_evaluation_and_stops_where_it_would_h
     assert resumed.state.global_step == 12 and resumed.state.best_metric == 0.9
 
 
+def test_an_evaluation_that_a_run_goes_on_with_is_logged_at_its_own_step(tmp_path):
+    """It had the step of the evaluation before."""
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 3}
+
+    def begun(values):
+        left = iter(values)
+        return Trainer(
+            little_model(), arguments(tmp_path, **options), train_dataset=little_rows(), eval_dataset=little_rows(8, 1),
+            compute_metrics=lambda _: {"own": next(left)}, method="full",
+        )  # fmt: skip
+
+    with pytest.raises(Exception, match="StopIteration"):
+        begun([0.1]).train()
+    resumed = begun([0.2, 0.3])
+    resumed.train(resume_from_checkpoint=True)
+    assert [(logs["step"], logs["eval_own"]) for logs in history(resumed) if "eval_own" in logs] == [(6, 0.2), (9, 0.3)]
+
+
 def scaled(outputs, labels, num_items_in_batch=None):
     return torch.nn.functional.cross_entropy(outputs.logits, labels) * 0.1
 

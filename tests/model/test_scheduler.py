@@ -360,3 +360,24 @@ def test_the_page_about_optimizers_runs_as_printed(tmp_path, monkeypatch, capsys
     assert 0.5 < accuracy <= 1 and 0.5 < average <= 1
     for other in others:
         exec(other, {})
+
+
+def test_the_rate_that_is_told_is_that_of_the_first_group_wherever_its_parameters_are(tmp_path):
+    """It was that of the last partition's first group, whose rate stays where that group has no parameters there."""
+    rates = []
+
+    class Callback:
+        def on_step(self, event):
+            rates.append(event.learning_rate)
+
+    def optimizer(named_parameters):
+        first = [parameter for name, parameter in named_parameters if name.startswith("2.")]
+        others = [parameter for name, parameter in named_parameters if not name.startswith("2.")]
+        return torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": others, "lr": 0.01}])
+
+    Trainer(
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), None, optimizer, mem_limit="2GB", method="streamed",
+        partitions=2, epochs=3, batch_size=8, lr_schedule=lambda one: lr_scheduler.LambdaLR(one, lambda done: 1 / (1 + done)),
+        output_dir=tmp_path, quiet=True,
+    ).fit((torch.randn(8, 6), torch.arange(8) % 4), callbacks=[Callback()])  # fmt: skip
+    assert rates == pytest.approx([0.1, 0.05, 0.1 / 3])
