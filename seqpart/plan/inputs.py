@@ -90,7 +90,7 @@ class Inputs:
         """data: the training and test rows. loss: see `captured`. optimizer: the user's; None: those of the settings."""
         self.train, self.test = train, test = data
         refuse_mismatch(train, test)
-        self.model, self.settings, self.device, self.purpose = model, settings, device, purpose
+        self.model, self.loss, self.settings, self.device, self.purpose = model, loss, settings, device, purpose
         self.ranks = purpose.ranks
         self.methods, self.exact, self.alone = settings.methods, settings.methods[0].exact, settings.methods[0].alone
         if settings.partitions not in ("auto", 1):  # `auto` takes a method that can

@@ -22,6 +22,7 @@ from seqpart.model.inspection import held_in, left_as_they_are, stays
 from seqpart.model.live_modules import modules_of
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.blocks import BlockCost
+from seqpart.runtime.attributes import Attributes
 from seqpart.schedule.best import LoopState
 from seqpart.store.layout import TensorSpec
 from seqpart.text import short
@@ -124,6 +125,7 @@ class Pauses:
     def __init__(
         self, chain: Sequence[Block], costs: Sequence[BlockCost], optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
         kept: LoopState, counts: Callable[[], bool] = bool, late: Mapping[str, int] = {}, model: object = (),
+        loss: object = None,
     ) -> None:  # fmt: skip
         """model: the one, or the list of modules, that the user gave. optimizers: those of the last visits of partitions that
         the user's code may still hold. counts: true once each of several partitions has an optimizer that has counted updates
@@ -146,6 +148,7 @@ class Pauses:
         between = [one for one in every if one not in {*modules}]
         self._fixed = self._left = held_in([*reads, *((one, name) for one in between for name in _HOOKS)])
         """What is in attributes that code between layers reads, as layers have set it, and as the user's code left it."""
+        self.attributes = Attributes(model, loss, self._fixed)
         self._held: list[Mapping[str, Any]] = [held for one in every for held in (one._parameters, one._buffers, one._modules)]
         """The parameters, the buffers, or the modules in each module by name."""
         self._rows = {id(one._modules) for one in every if isinstance(one, nn.Sequential | nn.ModuleList | nn.ModuleDict)}
@@ -283,9 +286,11 @@ class Pauses:
         trains = {one: vars(one).pop("train") for one in modes if stays(one)}
         for one, training in self._shown.items():
             vars(one)["training"] = training
+        looks = self.attributes.looks()
         try:
             yield
         finally:
+            self.attributes.note(looks)
             self._left, self._shown = held_in(self._fixed), {one: one.training for one in modes}
             for one, training in modes.items():
                 vars(one)["training"] = training
@@ -315,9 +320,10 @@ class Pauses:
                     tensor.__class__ = _AWAY[type(tensor)]
 
     def noted_in(self, kept: LoopState) -> LoopState:
-        """Returns `kept` with the parameters that are frozen and trained by now."""
+        """Returns `kept` with the parameters that are frozen and trained by now, and the attributes."""
         frozen = [label for label, (block, name) in self._planned.items() if not block.learns.get(name, True)]
-        return msgspec.structs.replace(kept, frozen=frozen, learns=self._since + self.unplanned)
+        learns, attributes = self._since + self.unplanned, self.attributes.saved
+        return msgspec.structs.replace(kept, frozen=frozen, learns=learns, attributes=attributes)
 
     def _obey(self, wanted: Sequence[bool]) -> None:
         """Applies the wanted requires_grad of each parameter. Raises ModelError if the run cannot."""
