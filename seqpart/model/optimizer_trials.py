@@ -47,6 +47,9 @@ _FEW, _MANY = 1 << 14, 1 << 18
 _STEPS, _SKIPPED, _LATE = 12, 990, 3
 """Steps in which ways are compared. For the last `_LATE`, counters outside the state are raised by `_SKIPPED`, so that what is
 done at every 10th or 100th step is done too."""
+_SPIKE = 1024.0
+"""Scale of the gradients of some parameters, in the last two steps, beside which the others' vanish: a step that is left out
+for the sake of a single one is seen."""
 
 
 class Temporaries(NamedTuple):
@@ -309,7 +312,8 @@ class _Trial:
         living = living if way is _Way.LIVING else []
         for step in range(_STEPS):
             for number, (kind, parameter) in enumerate(zip(kinds, parameters, strict=True)):
-                parameter.grad = (slopes[number] + _numbers(kind, numbers)) * (0.5 + number % 3)
+                spike = 1.0 if step < _STEPS - 2 else _SPIKE if (number == 0) is (step < _STEPS - 1) else 1 / _SPIKE
+                parameter.grad = (slopes[number] + _numbers(kind, numbers)) * ((0.5 + number % 3) * spike)
             found: list[tuple[str, bool, Mapping[str, torch.Tensor]]] = [("", False, {}) for _ in kinds]
             for place, each in enumerate(sets):
                 own = [parameters[number] for number in each]

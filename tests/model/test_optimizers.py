@@ -909,6 +909,26 @@ def test_an_optimizer_of_all_parameters_together_goes_with_one_partition_alone(b
         assert [name for name, value in plain.items() if not torch.equal(value, weights[name])] == []
 
 
+class Guarded(torch.optim.SGD):
+    """Makes no step where one number of any gradient is too large."""
+
+    def step(self, closure=None):
+        if not any(p.grad.abs().max() > self.defaults["most"] for group in self.param_groups for p in group["params"]):
+            super().step(closure)
+
+    def __init__(self, parameters, most):
+        super().__init__(parameters, lr=0.1)
+        self.defaults["most"] = most
+
+
+@pytest.mark.parametrize("most", [0.05, 2.0, 100.0])
+def test_a_step_that_is_left_out_for_one_large_gradient_looks_at_all_parameters(most):
+    """All gradients of the trial were on one side of such a threshold, so that partitions made the step, each alone."""
+    choice = describe("Guarded", lambda p: Guarded(p, most))
+    choice.try_on({name: spec_of(name, torch.zeros(shape)) for name, shape in (("w", (6, 5)), ("b", (6,)))})
+    assert choice.found.joint
+
+
 def test_a_state_that_is_called_as_the_average_is_does_not_go_with_one():
     class Own(torch.optim.SGD):
         def step(self, closure=None):
