@@ -227,7 +227,7 @@ class _Trial:
                 f"{self._in_words(kind)}. {_OTHERS}"
             ) from None
         raise OptionError(
-            f"optimizer {self.name}: a trial step on {self._in_words(kind)} failed: {type(error).__name__}: {error}. Use an "
+            f"optimizer {self.name}: a trial step on {self._in_words(kind)} failed: {failure(error)}. Use an "
             "optimizer that takes it, or freeze it: requires_grad_(False)."
         ) from error
 
@@ -355,6 +355,17 @@ def _seen(knowledge: Knowledge, parameter: nn.Parameter) -> tuple[str, bool, dic
 
 def _likened(kind: TensorSpec, state: State) -> list[tuple[object, ...]]:
     return [(one.name, one.dtype, one.shape == kind.shape, len(one.shape)) for one in state if one.name != TEXT]
+
+
+def failure(error: Exception) -> str:
+    """Says what failed in a trial step."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, AttributeError) and isinstance(error.obj, nn.Parameter):
+        text += (
+            f". The parameters of a trial have no attributes of yours: getattr(parameter, {error.name!r}, ...) with a default "
+            "is taken, or a function of named_parameters"
+        )
+    return text
 
 
 def follows_sizes(states: Mapping[TensorSpec, State]) -> bool:

@@ -987,3 +987,8 @@ def test_weight_decay_that_spares_nothing_is_refused(tmp_path):
         Trainer(Normed(), mem_limit="3GB", method="full", weight_decay=0.1, no_decay="bias,headd*", quiet=True).plan(data)
     with pytest.raises(OptionError, match="there is no weight decay to leave out"):
         Trainer(Normed(), mem_limit="3GB", method="full", no_decay="bias", quiet=True)
+
+
+def test_an_attribute_of_the_user_s_parameters_that_trials_lack_is_named_with_the_cure():
+    with pytest.raises(OptionError, match=r"no attribute '_optim'\. .* getattr\(parameter, '_optim', \.\.\.\) with a default"):
+        describe("", lambda parameters: torch.optim.SGD([{"params": [one], **one._optim} for one in parameters], lr=0.1))
