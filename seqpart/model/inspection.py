@@ -174,8 +174,8 @@ def nothing_learns(frozen: int) -> ModelError:
     if not frozen:
         return ModelError(f"{expected} one without weights. Give it a layer that has some.")
     return ModelError(
-        f"{expected} {frozen:,} weights, all with requires_grad=False or in --freeze. Call requires_grad_() on what is to be "
-        "trained (an adapter of peft is loaded with is_trainable=True)."
+        f"{expected} weights of {frozen:,} numbers, all with requires_grad=False or in --freeze. Call requires_grad_() on what "
+        "is to be trained (an adapter of peft is loaded with is_trainable=True)."
     )
 
 
