@@ -49,6 +49,16 @@ def _look(value: object) -> object:
     return repr(value) if is_plain(value) or _small(value) else id(value)
 
 
+def looks_of_data(data: Any, depth: int = 4) -> list[object]:
+    """Returns looks at the tensors in a pair or a dict of all rows, or in a data set that holds them."""
+    if isinstance(data, torch.Tensor):
+        return [_look(data)]
+    held = data if isinstance(data, tuple | dict) else getattr(data, "__dict__", ())
+    if not depth or len(held) > _MOST:
+        return []
+    return [look for one in (held.values() if isinstance(held, dict) else held) for look in looks_of_data(one, depth - 1)]
+
+
 def _text(value: Any, before: object) -> str | None:
     """Returns a literal for a value, a list for a tensor that was changed in place; None for what has none."""
     if type(value) is torch.Tensor and isinstance(before, tuple) and before[0] == id(value) and value.numel() <= _MOST:

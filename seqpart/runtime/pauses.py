@@ -15,14 +15,14 @@ import msgspec
 import torch
 from torch import nn
 
-from seqpart.errors import Interrupted, ModelError, OptionError
+from seqpart.errors import DataError, Interrupted, ModelError, OptionError
 from seqpart.methods.ist.parts import JointChain
 from seqpart.model.blocks import Block, Chain
 from seqpart.model.inspection import held_in, left_as_they_are, stays
 from seqpart.model.live_modules import modules_of
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.blocks import BlockCost
-from seqpart.runtime.attributes import Attributes
+from seqpart.runtime.attributes import Attributes, looks_of_data
 from seqpart.schedule.best import LoopState
 from seqpart.store.layout import TensorSpec
 from seqpart.text import short
@@ -132,6 +132,8 @@ class Pauses:
         of its own. late: {name of a parameter that is frozen at first: number of updates before it learns}."""
         self._optimizers, self._since, self._counts, self.replans = optimizers, kept.learns, counts, False
         """replans: true if there may be another plan, with room for more trainable parameters."""
+        self.kept: tuple[object, ...] = ()
+        """The user's data whose rows are read once and kept."""
         self._in_parts = isinstance(chain, JointChain)
         self._wholes: Mapping[str, str] = chain.wholes if isinstance(chain, Chain) else {}
         """{name of a tile: the parameter of the model that it is a part of}."""
@@ -220,6 +222,7 @@ class Pauses:
         parts = [(held, dict(held)) for held in self._held]
         for own in self._own:
             own.parameter.requires_grad_(own.learns)
+        data = looks_of_data(self.kept)
         away, options = [*self._taken()], [(one, _options(one)) for one in self._optimizers()]
         try:
             with self._as_left():
@@ -237,6 +240,11 @@ class Pauses:
                     f"another {kind} was put in the place of {name!r} during a run, or added by that name. It trains what the "
                     "model came with. Change the model before the run, or end a session, and begin another."
                 )
+        if not set(data).issubset(looks_of_data(self.kept)):  # a data set may keep more of what it reads
+            raise DataError(
+                "a tensor of the data was changed during a run, or another put in its place. Rows and labels are read once and "
+                "kept, so this change would be lost: put them into a DataLoader, DataLoader(TensorDataset(x, y), batch_size)."
+            )
         if any(_options(one) != then for one, then in options):
             raise OptionError(
                 "the options of an optimizer (its param_groups) were changed during a run. An optimizer is rebuilt for each "

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from seqpart import Interrupted, Trainer
-from seqpart.errors import ModelError, OptionError
+from seqpart.errors import DataError, ModelError, OptionError
 from tests.choice import in_pairs, in_turn
 from tests.command import SMALL, call
 from tests.resuming import Killed, Stopping, kill
@@ -639,3 +640,30 @@ def test_attributes_that_were_changed_are_in_the_checkpoint_of_a_run_that_goes_o
         assert_same(found, whole)
         assert found.note == whole.note
         assert ("had set model.note to" in caplog.text) == (stop == 5)
+
+
+@pytest.mark.parametrize("given", ["a pair", "a data set", "its tensors", "a loader", "a part"])
+def test_rows_that_are_kept_are_refused_where_they_are_changed(given, tmp_path):
+    """Pseudo labels that a callback wrote between epochs were ignored, unless a loader had them."""
+    y = ROWS[1].clone()
+    items = TensorDataset(ROWS[0], y)
+    data = {"a pair": (ROWS[0], y), "a loader": DataLoader(items, batch_size=8), "a part": Subset(items, range(32))}.get(
+        given, items
+    )
+
+    class Relabel:
+        def on_epoch(self, event):
+            if given == "its tensors":
+                items.tensors = ROWS[0], y + 0
+            else:
+                y.fill_(0)
+
+    options = {} if given == "a loader" else {"batch_size": 8, "shuffle": False}
+    made = Trainer(
+        net(), None, adamw, mem_limit="2GB", method="full", epochs=2, quiet=True, output_dir=tmp_path / "run", **options
+    )
+    if given == "a loader":
+        made.fit(data, callbacks=[Relabel()])
+        return
+    with pytest.raises(DataError, match="a tensor of the data was changed during a run"):
+        made.fit(data, callbacks=[Relabel()])
