@@ -49,14 +49,14 @@ def _look(value: object) -> object:
     return repr(value) if is_plain(value) or _small(value) else id(value)
 
 
-def looks_of_data(data: Any, depth: int = 4) -> list[object]:
-    """Returns looks at the tensors in a pair or a dict of all rows, or in a data set that holds them."""
+def looks_of_data(data: Any, rows: int, depth: int = 4) -> list[object]:
+    """Returns looks at the tensors of so many rows, or more, in a pair or a dict, or in a data set that holds them."""
     if isinstance(data, torch.Tensor):
-        return [_look(data)]
+        return [_look(data)] if data.ndim and len(data) >= rows else []
     held = data if isinstance(data, tuple | dict) else getattr(data, "__dict__", ())
     if not depth or len(held) > _MOST:
         return []
-    return [look for one in (held.values() if isinstance(held, dict) else held) for look in looks_of_data(one, depth - 1)]
+    return [look for one in (held.values() if isinstance(held, dict) else held) for look in looks_of_data(one, rows, depth - 1)]
 
 
 def _text(value: Any, before: object) -> str | None:

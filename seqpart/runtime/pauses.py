@@ -132,8 +132,8 @@ class Pauses:
         of its own. late: {name of a parameter that is frozen at first: number of updates before it learns}."""
         self._optimizers, self._since, self._counts, self.replans = optimizers, kept.learns, counts, False
         """replans: true if there may be another plan, with room for more trainable parameters."""
-        self.kept: tuple[object, ...] = ()
-        """The user's data whose rows are read once and kept."""
+        self.kept: list[tuple[object, int]] = []
+        """The user's data whose rows are read once and kept, with their number."""
         self._in_parts = isinstance(chain, JointChain)
         self._wholes: Mapping[str, str] = chain.wholes if isinstance(chain, Chain) else {}
         """{name of a tile: the parameter of the model that it is a part of}."""
@@ -222,7 +222,7 @@ class Pauses:
         parts = [(held, dict(held)) for held in self._held]
         for own in self._own:
             own.parameter.requires_grad_(own.learns)
-        data = looks_of_data(self.kept)
+        data = [looks_of_data(*one) for one in self.kept]
         away, options = [*self._taken()], [(one, _options(one)) for one in self._optimizers()]
         try:
             with self._as_left():
@@ -240,7 +240,7 @@ class Pauses:
                     f"another {kind} was put in the place of {name!r} during a run, or added by that name. It trains what the "
                     "model came with. Change the model before the run, or end a session, and begin another."
                 )
-        if not set(data).issubset(looks_of_data(self.kept)):  # a data set may keep more of what it reads
+        if [looks_of_data(*one) for one in self.kept] != data:
             raise DataError(
                 "a tensor of the data was changed during a run, or another put in its place. Rows and labels are read once and "
                 "kept, so this change would be lost: put them into a DataLoader, DataLoader(TensorDataset(x, y), batch_size)."
