@@ -157,6 +157,8 @@ class Settings(Config):
             elif given and not exact:
                 yield f"{flag} goes with exact methods; found --method {method}. Leave it out"
         if exact:
+            if self.best_by is not None and self.tests == lengths.AT_THE_END:
+                yield "--best-by compares evaluations: give --eval-every, or leave it out"
             return
         if self.max_steps is not None:
             yield f"--max-steps goes with exact methods; method {method} trains its parts for whole --epochs. Leave it out"

@@ -89,7 +89,9 @@ def nearest(values: Iterable[object], words: Collection[str]) -> str:
     """` Did you mean adamw?`, of the first of `values` that is near one of the words; "" where none is."""
     for value in values:
         if isinstance(value, str) and value not in words:
-            near = get_close_matches(value.strip().lower(), words, 1)
+            word = value.strip().lower()
+            short_for = [one for one in words if "-" in one and word == "".join(part[:1] for part in one.split("-"))]
+            near = short_for or get_close_matches(word, words, 1)
             if near:
                 return f" Did you mean {near[0]}?"
     return ""

@@ -208,6 +208,10 @@ def gathered(arguments: list[str], kind: type[Any]) -> list[str]:
     elif resume is not None:
         table, source = _kept(Path(resume)), f"--resume: {resume}"
     arguments, table = _spelled_out(arguments), _one_spelling(table, source, known.values())
+    if resume is not None and "max_steps" in table and _given(arguments, "--epochs") is not None:
+        raise OptionError(
+            f"--epochs: the run in {resume} has its length in updates, --max-steps {table['max_steps']}. Leave it out."
+        )
     unknown = sorted(key for key in table if key not in known)
     if unknown:
         raise OptionError(

@@ -190,10 +190,13 @@ def _of_loader(loader: "DataLoader[Any]", name: str) -> Source:
     sampler, shuffles, rows = None, False, count
     if not streams:
         sampler, shuffles = _order_of(loader.sampler, count)
-        rows = count if sampler is None else len(loader.sampler)  # type: ignore[arg-type]
+        rows = count if sampler is None else _known(loader.sampler)
     sampled = 0 if sampler is None else rows
     if sampler is not None and not rows:
-        raise DataError(f"{name} data: the set is empty: the DataLoader's sampler has len() 0. Give at least one row.")
+        raise DataError(
+            f"{name} data: the set is empty: the DataLoader's sampler has len() 0, or none. Let its __len__ return the number "
+            "of its rows, one or more."
+        )
     if loader.drop_last:
         rows = _FLOOR if streams and not count else _in_whole_batches(rows, batch, name)
     generator = loader.generator

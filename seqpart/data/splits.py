@@ -22,6 +22,7 @@ from seqpart.capture.inputs import (
     Form,
     as_tensor,
     described,
+    dims_of,
     form_of,
     is_several,
     nbytes_of,
@@ -52,6 +53,8 @@ def as_pair(data: object, where: str) -> object:
             f"{where}: expected a pair (x, y) of tensors or arrays; found two lists, of {len(data[0])} and {len(data[1])}. "
             "Give (torch.tensor(x), torch.tensor(y))."
         )
+    if isinstance(data, tuple) and len(data) == 2 and _has_dims(data[0]) and isinstance(data[1], list):
+        return data if any(map(dims_of, data[1])) else (data[0], np.asarray([plain(label) for label in data[1]]))
     if isinstance(data, str):
         raise DataError(f"{where}: expected a pair (x, y) of tensors or arrays, or a data set; found the text {data[:60]!r}.")
     if hasattr(data, "columns") and hasattr(data, "iloc"):
@@ -99,7 +102,7 @@ def x_and_y(found: Any, where: str) -> tuple[Any, Any]:
 
 
 def refuse_nested(x: object, y: object, where: str) -> None:
-    """Raises DataError for a dict among the parts of x or of the labels y."""
+    """Raises DataError for a dict, or unlike tensors, in a part of x or of the labels y."""
     for part in (x, y):
         parts = part.items() if isinstance(part, Mapping) else enumerate(part) if isinstance(part, tuple) else ()
         for key, inner in parts:
@@ -108,6 +111,11 @@ def refuse_nested(x: object, y: object, where: str) -> None:
                     f"{where}: expected a tuple or a dict of tensors; found a dict in it, as {key!r}, of "
                     f"{', '.join(map(str, inner))}. Give each of these a name of its own, and let the model, or the loss, put "
                     "them into a dict."
+                )
+            if isinstance(inner, tuple | list) and len({tuple(getattr(one, "shape", ())) for one in inner}) > 1:
+                raise DataError(
+                    f"{where}: expected a tuple or a dict of tensors; found a {type(inner).__name__} of several in it, as "
+                    f"{key!r}. Give each of these a place of its own, and let the model, or the loss, put them together."
                 )
 
 
@@ -261,6 +269,9 @@ def split_of(x: Any, y: Any, name: str) -> Split:
     labels, label_form = labels_of_rows(y, name)
     count, form = len(labels), () if hasattr(x, "shape") else form_of(x, where, whole=True)
     for part in (x,) if not form else x.values() if isinstance(x, Mapping) else x:
+        if not hasattr(part, "shape"):
+            kind = type(part).__name__
+            raise DataError(f"{where}: expected tensors or arrays with all rows; found a {kind}. Give torch.tensor(...) of it.")
         rows = part.shape[0] if len(part.shape) else "no"  # zarr's arrays have no len()
         if rows != count:
             raise DataError(f"{where}: {rows} rows of x and {count} labels; the numbers must be equal.")

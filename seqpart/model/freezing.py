@@ -127,7 +127,7 @@ def _frozen(model: object, frozen: Frozen, mode: FakeTensorMode, before: list[tu
 def parameters_of(part: object, number: int, mode: FakeTensorMode) -> Iterator[tuple[str, Any]]:
     """Yields the parameters by name of a module, or those in `mode` of what a factory makes, which is block `number`."""
     if isinstance(part, nn.Module):
-        yield from part.named_parameters(remove_duplicate=False)
+        yield from nn.Module.named_parameters(part, remove_duplicate=False)  # not its own, which may leave some out
     elif callable(part):
         tensors = Block(number, str(number), part).fake(mode)[1]
         yield from ((name, tensor) for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter))

@@ -174,9 +174,24 @@ def nothing_learns(frozen: int) -> ModelError:
     if not frozen:
         return ModelError(f"{expected} one without weights. Give it a layer that has some.")
     return ModelError(
-        f"{expected} {frozen:,} weights, all with requires_grad=False or in --freeze. Call requires_grad_() on what is to be "
-        "trained (an adapter of peft is loaded with is_trainable=True)."
+        f"{expected} weights of {frozen:,} numbers, all with requires_grad=False or in --freeze. Call requires_grad_() on what "
+        "is to be trained (an adapter of peft is loaded with is_trainable=True)."
     )
+
+
+def refuse_left_out(model: object) -> None:
+    """Raises ModelError for a model (a module, or a list of them) whose own parameters() leaves out some that learn."""
+    for part in model if isinstance(model, list | tuple) else [model]:
+        if not isinstance(part, nn.Module):
+            continue
+        given = {id(one) for one in part.parameters()}
+        learn = [name for name, one in nn.Module.named_parameters(part) if one.requires_grad and id(one) not in given]
+        if learn:
+            raise ModelError(
+                f"{type(part).__name__} has a parameters() or named_parameters() of its own that leaves out {len(learn)} that "
+                f"learn, {', '.join(learn[:3])}{', ...' if len(learn) > 3 else ''}: which are to be trained? Call "
+                "requires_grad_(False) on those that are not, or name them in --freeze."
+            )
 
 
 def packed_in(modules: Iterable[nn.Module]) -> list[str]:

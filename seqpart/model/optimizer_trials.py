@@ -47,6 +47,9 @@ _FEW, _MANY = 1 << 14, 1 << 18
 _STEPS, _SKIPPED, _LATE = 12, 990, 3
 """Steps in which ways are compared. For the last `_LATE`, counters outside the state are raised by `_SKIPPED`, so that what is
 done at every 10th or 100th step is done too."""
+_SPIKE = 1024.0
+"""Scale of the gradients of some parameters, in the last two steps, beside which the others' vanish: a step that is left out
+for the sake of a single one is seen."""
 
 
 class Temporaries(NamedTuple):
@@ -224,7 +227,7 @@ class _Trial:
                 f"{self._in_words(kind)}. {_OTHERS}"
             ) from None
         raise OptionError(
-            f"optimizer {self.name}: a trial step on {self._in_words(kind)} failed: {type(error).__name__}: {error}. Use an "
+            f"optimizer {self.name}: a trial step on {self._in_words(kind)} failed: {failure(error)}. Use an "
             "optimizer that takes it, or freeze it: requires_grad_(False)."
         ) from error
 
@@ -309,7 +312,8 @@ class _Trial:
         living = living if way is _Way.LIVING else []
         for step in range(_STEPS):
             for number, (kind, parameter) in enumerate(zip(kinds, parameters, strict=True)):
-                parameter.grad = (slopes[number] + _numbers(kind, numbers)) * (0.5 + number % 3)
+                spike = 1.0 if step < _STEPS - 2 else _SPIKE if (number == 0) is (step < _STEPS - 1) else 1 / _SPIKE
+                parameter.grad = (slopes[number] + _numbers(kind, numbers)) * ((0.5 + number % 3) * spike)
             found: list[tuple[str, bool, Mapping[str, torch.Tensor]]] = [("", False, {}) for _ in kinds]
             for place, each in enumerate(sets):
                 own = [parameters[number] for number in each]
@@ -351,6 +355,17 @@ def _seen(knowledge: Knowledge, parameter: nn.Parameter) -> tuple[str, bool, dic
 
 def _likened(kind: TensorSpec, state: State) -> list[tuple[object, ...]]:
     return [(one.name, one.dtype, one.shape == kind.shape, len(one.shape)) for one in state if one.name != TEXT]
+
+
+def failure(error: Exception) -> str:
+    """Says what failed in a trial step."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, AttributeError) and isinstance(error.obj, nn.Parameter):
+        text += (
+            f". The parameters of a trial have no attributes of yours: getattr(parameter, {error.name!r}, ...) with a default "
+            "is taken, or a function of named_parameters"
+        )
+    return text
 
 
 def follows_sizes(states: Mapping[TensorSpec, State]) -> bool:

@@ -403,7 +403,7 @@ def describe(name: str, build: Build, *, is_known: bool = False, example: str = 
 def tried(name: str) -> Iterator[None]:
     """A context for trial steps of an optimizer: errors become OptionError, and torch's random state is restored."""
     failed = f"optimizer {name}: a trial step failed"
-    with refusing(lambda error: OptionError(f"{failed}: {type(error).__name__}: {error}")), torch.random.fork_rng(devices=[]):
+    with refusing(lambda error: OptionError(f"{failed}: {trials.failure(error)}")), torch.random.fork_rng(devices=[]):
         yield
 
 

@@ -27,7 +27,7 @@ _MOST_MARKED = 1 << 26
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns parameters and buffers (also those that a state_dict leaves out) by name, each tensor once."""
-    return dict(module.named_parameters()) | dict(module.named_buffers())
+    return dict(nn.Module.named_parameters(module)) | dict(module.named_buffers())
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:

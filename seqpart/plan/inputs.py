@@ -20,7 +20,7 @@ from seqpart.device.limit import any_plan_fits, enforced, limit_for, limit_of, m
 from seqpart.device.ranks import ALONE, Ranks
 from seqpart.errors import DoesNotFit, ModelError, OptionError
 from seqpart.fields import values_of
-from seqpart.model.inspection import nothing_learns
+from seqpart.model.inspection import nothing_learns, refuse_left_out
 from seqpart.model.live_modules import LiveModules, MetaTensors
 from seqpart.model.losses import LossFunction, LossSource
 from seqpart.model.optimizers import (
@@ -90,13 +90,15 @@ class Inputs:
         """data: the training and test rows. loss: see `captured`. optimizer: the user's; None: those of the settings."""
         self.train, self.test = train, test = data
         refuse_mismatch(train, test)
-        self.model, self.settings, self.device, self.purpose = model, settings, device, purpose
+        self.model, self.loss, self.settings, self.device, self.purpose = model, loss, settings, device, purpose
         self.ranks = purpose.ranks
         self.methods, self.exact, self.alone = settings.methods, settings.methods[0].exact, settings.methods[0].alone
         if settings.partitions not in ("auto", 1):  # `auto` takes a method that can
             self.methods = tuple(method for method in self.methods if method.cuts)
         self.late = dict[str, int]()
         """{name of a parameter that is frozen at first: number of updates before it learns}."""
+        if purpose.trains:
+            refuse_left_out(model)
         self.reading = Reading(train, test, settings.workers, device)
         self.optimizers = RunOptimizers(settings, optimizer)
         with ExitStack() as undo:

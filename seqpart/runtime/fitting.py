@@ -102,6 +102,8 @@ def _begun(
         broadcasting.close()
         refuse_unlike_ranks(ranks, planner)
         run = Run(planner, prepared, reporter, sampler, stack, observer=observer, resumed=resumed, job=job)
+        run.pauses.attributes.tell_lost(reporter)
+        run.pauses.kept = [(given, read.count) for given, read in ((train, rows), (test, tests)) if read.source is None]
         fixed = prepared.method.in_pairs or setup.settings.averages or ranks.count > 1
         run.pauses.replans = prepared.method.exact and not fixed
         if tracking is not None:

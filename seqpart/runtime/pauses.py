@@ -15,13 +15,14 @@ import msgspec
 import torch
 from torch import nn
 
-from seqpart.errors import Interrupted, ModelError, OptionError
+from seqpart.errors import DataError, Interrupted, ModelError, OptionError
 from seqpart.methods.ist.parts import JointChain
 from seqpart.model.blocks import Block, Chain
 from seqpart.model.inspection import held_in, left_as_they_are, stays
 from seqpart.model.live_modules import modules_of
 from seqpart.model.tensors import tensors_of
 from seqpart.profile.blocks import BlockCost
+from seqpart.runtime.attributes import Attributes, looks_of_data
 from seqpart.schedule.best import LoopState
 from seqpart.store.layout import TensorSpec
 from seqpart.text import short
@@ -124,12 +125,15 @@ class Pauses:
     def __init__(
         self, chain: Sequence[Block], costs: Sequence[BlockCost], optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
         kept: LoopState, counts: Callable[[], bool] = bool, late: Mapping[str, int] = {}, model: object = (),
+        loss: object = None,
     ) -> None:  # fmt: skip
         """model: the one, or the list of modules, that the user gave. optimizers: those of the last visits of partitions that
         the user's code may still hold. counts: true once each of several partitions has an optimizer that has counted updates
         of its own. late: {name of a parameter that is frozen at first: number of updates before it learns}."""
         self._optimizers, self._since, self._counts, self.replans = optimizers, kept.learns, counts, False
         """replans: true if there may be another plan, with room for more trainable parameters."""
+        self.kept: list[tuple[object, int]] = []
+        """The user's data whose rows are read once and kept, with their number."""
         self._in_parts = isinstance(chain, JointChain)
         self._wholes: Mapping[str, str] = chain.wholes if isinstance(chain, Chain) else {}
         """{name of a tile: the parameter of the model that it is a part of}."""
@@ -146,6 +150,7 @@ class Pauses:
         between = [one for one in every if one not in {*modules}]
         self._fixed = self._left = held_in([*reads, *((one, name) for one in between for name in _HOOKS)])
         """What is in attributes that code between layers reads, as layers have set it, and as the user's code left it."""
+        self.attributes = Attributes(model, loss, self._fixed)
         self._held: list[Mapping[str, Any]] = [held for one in every for held in (one._parameters, one._buffers, one._modules)]
         """The parameters, the buffers, or the modules in each module by name."""
         self._rows = {id(one._modules) for one in every if isinstance(one, nn.Sequential | nn.ModuleList | nn.ModuleDict)}
@@ -217,6 +222,7 @@ class Pauses:
         parts = [(held, dict(held)) for held in self._held]
         for own in self._own:
             own.parameter.requires_grad_(own.learns)
+        data = [looks_of_data(*one) for one in self.kept]
         away, options = [*self._taken()], [(one, _options(one)) for one in self._optimizers()]
         try:
             with self._as_left():
@@ -234,6 +240,11 @@ class Pauses:
                     f"another {kind} was put in the place of {name!r} during a run, or added by that name. It trains what the "
                     "model came with. Change the model before the run, or end a session, and begin another."
                 )
+        if [looks_of_data(*one) for one in self.kept] != data:
+            raise DataError(
+                "a tensor of the data was changed during a run, or another put in its place. Rows and labels are read once and "
+                "kept, so this change would be lost: put them into a DataLoader, DataLoader(TensorDataset(x, y), batch_size)."
+            )
         if any(_options(one) != then for one, then in options):
             raise OptionError(
                 "the options of an optimizer (its param_groups) were changed during a run. An optimizer is rebuilt for each "
@@ -283,9 +294,11 @@ class Pauses:
         trains = {one: vars(one).pop("train") for one in modes if stays(one)}
         for one, training in self._shown.items():
             vars(one)["training"] = training
+        looks = self.attributes.looks()
         try:
             yield
         finally:
+            self.attributes.note(looks)
             self._left, self._shown = held_in(self._fixed), {one: one.training for one in modes}
             for one, training in modes.items():
                 vars(one)["training"] = training
@@ -320,8 +333,9 @@ class Pauses:
         return [label for label, (block, name) in self._planned.items() if not block.learns.get(name, True)]
 
     def noted_in(self, kept: LoopState) -> LoopState:
-        """Returns `kept` with the parameters that are frozen and trained by now."""
-        return msgspec.structs.replace(kept, frozen=self.frozen, learns=self._since + self.unplanned)
+        """Returns `kept` with the parameters that are frozen and trained by now, and the attributes."""
+        learns, attributes = self._since + self.unplanned, self.attributes.saved
+        return msgspec.structs.replace(kept, frozen=self.frozen, learns=learns, attributes=attributes)
 
     def _obey(self, wanted: Sequence[bool]) -> None:
         """Applies the wanted requires_grad of each parameter. Raises ModelError if the run cannot."""

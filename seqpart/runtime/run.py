@@ -95,14 +95,16 @@ class Run:
         sampler.usage.grant(prepared.plan.host_limit)
         kept = before.loop if before is not None else LoopState(frozen=[*planner.late], learns=[*planner.late])
         self.pauses = Pauses(
-            prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_own, planner.late, planner.model
-        )
+            prepared.chain, prepared.costs, self._optimizers_built, kept, self._counts_own, planner.late, planner.model,
+            planner.loss,
+        )  # fmt: skip
         self.watch = Watch(self._observer, self.settings, sampler, kept, self._pause_for_callback)
         self.heard = self.watch.heard(len(prepared.plan.partitions), planner.test.sets)
         self.homes = WeightStore(planner, prepared, self.scratch, reporter, self._explaining_memory, stack)
         self.homes.store.watched = self._observer.watched
-        if self.settings.saves:
-            _ = self._identity  # it reads rows: now, and not while a partition takes memory
+        if self.settings.save_every != "never":
+            _ = self._identity  # it reads rows: now, and not while a partition takes memory, or has other attributes
+        self.pauses.attributes.set_again(kept.attributes)
         since, criterion = self.resumed_at, self.watch.evaluations.criterion
         self.exports = Exports(self.settings, self.directory.root, criterion, updates_before(prepared.phases, since)[0])
         self.saving = Saving(
@@ -558,7 +560,9 @@ class Run:
     @cached_property
     def _identity(self) -> dict[str, Any]:
         """Identifies the data and the model: digests of the data and its rows, and the layers."""
-        data, layers = (self.planner.train, self.planner.test), layers_of(self.planner.chain.whole)
+        data, before = (self.planner.train, self.planner.test), self._resumed.state if self._resumed is not None else None
+        changed = before is not None and before.loop.attributes  # of a model that is alive, before another plan was made
+        layers = before.layers if before is not None and changed else layers_of(self.planner.chain.whole)
         if self._observer.counts_updates:
             return {"data": "", "rows": {}, "layers": layers, "session": True}
         return {"data": data_digest(*data), "rows": row_digests(*data), "layers": layers, "session": False}

@@ -465,6 +465,7 @@ def open_session(
         silent = stack.enter_context(closing(WarningsAlone()))
         loop = TrainingSession(setup.device, folder, rows, asked, turns, padding, setup.with_inputs)
         run = Run(planner, prepared, silent, sampler, stack, observer=loop.observer, resumed=resumed)
+        run.pauses.attributes.tell_lost(reporter)
         silent.close()  # a log of every step would grow without end
         with run.limited(rows=False), closing(loop):
             loop.begin(run)

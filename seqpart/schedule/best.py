@@ -74,6 +74,8 @@ class LoopState(msgspec.Struct):
     """Names of parameters that the user froze during the run, although the plan has room for them."""
     learns: list[str] = []
     """Names of parameters that did not learn when the run began."""
+    attributes: dict[str, str | None] = {}
+    """{place: value} of plain attributes that the user changed during the run; None: no checkpoint holds it."""
 
 
 class Evaluations:

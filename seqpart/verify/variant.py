@@ -278,7 +278,10 @@ def _filled(session: Run, model: object) -> tuple[nn.Module, dict[int, dict[str,
             copies[id(parameter)].register_hook(hook)
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
             copies[id(parameter)].register_post_accumulate_grad_hook(hook)
-    own = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers(remove_duplicate=False))}
+    own = {
+        **dict(nn.Module.named_parameters(plain, remove_duplicate=False)),
+        **dict(plain.named_buffers(remove_duplicate=False)),
+    }
     found: dict[int, dict[str, torch.Tensor]] = {}
     store = session.homes.store
     for block in chain:

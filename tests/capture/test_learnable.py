@@ -38,7 +38,9 @@ def test_a_model_in_which_nothing_learns_is_refused(options):
     for model in (blocks(), Whole()):
         weights = sum(tensor.numel() for tensor in model.parameters())
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        with pytest.raises(ModelError, match=rf"nothing learns: .*; found {weights} weights, all with requires_grad=False"):
+        with pytest.raises(
+            ModelError, match=rf"nothing learns: .*; found weights of {weights} numbers, all with requires_grad=False"
+        ):
             trainer(model.requires_grad_(False), **options).fit((X, Y))
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -64,7 +66,7 @@ def test_the_command_refuses_it_too(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     ran = call(capsys, "--model", "still:made", "--mem-limit", "2GB", "--method", "auto")
-    assert refused(ran, 2, "ModelError: nothing learns: ", "650 weights, all with requires_grad=False")
+    assert refused(ran, 2, "ModelError: nothing learns: ", "weights of 650 numbers, all with requires_grad=False")
     assert not (tmp_path / "runs").exists()
 
 

@@ -11,7 +11,9 @@ import sys
 import numpy as np
 import pytest
 
+from seqpart.checkpoint.marker import MARKER
 from seqpart.model.named_optimizers import NAMES
+from seqpart.store.atomic import with_checksum
 from seqpart.store.direct import explained
 from seqpart.train import main
 from tests.command import SMALL, Ran, call, command, files, refused
@@ -40,6 +42,9 @@ def desk(tmp_path_factory):
     write_idx(folder / "two")
     (folder / "two" / "other-train-images-idx3-ubyte").write_bytes(b"")
     (folder / "empty").mkdir()
+    (folder / "counted").mkdir()
+    (folder / "counted" / MARKER).touch()
+    (folder / "counted" / "job.json").write_text(with_checksum("job", {"mem_limit": "2GB", "max_steps": 3}))
     (folder / "text.npz").write_text("not a zip file")
     (folder / "desk.txt").write_text("To be, or not to be, that is the question. " * 40)
     np.savez(folder / "names.npz", a=np.zeros(3))
@@ -77,6 +82,9 @@ def here(desk, monkeypatch):
 OPTIONS = {
     "--quiet --print-schedule --dry-run": "--quiet and --print-schedule: leave one of them out",
     "--warmup-updates 100000": "--warmup-updates 100000: the run has; updates, so the learning rate would never be reached",
+    "--method full --best-by accuracy": "--best-by compares evaluations: give --eval-every",
+    "--loss ce": "found 'ce'. Did you mean cross-entropy?",
+    "--resume counted --epochs 2": "--epochs: the run in counted has its length in updates, --max-steps 3. Leave it out.",
     "--resume nowhere": "--resume: nowhere does not exist. Give the directory of a run",
     "--resume text.npz": "--resume: expected the directory of a run, or one of its checkpoint files; found text.npz",
     "--trace empty": "--trace: expected the name of a file; found the directory empty",

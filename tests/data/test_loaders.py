@@ -7,7 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from seqpart import Trainer
 from seqpart.data.boundary_cache import Boundaries
@@ -157,6 +165,7 @@ def test_a_sampler_with_drop_last_gives_more_numbers_than_an_epoch_has_rows(tmp_
 
 EMPTY = {
     r"training data: the set is empty: the DataLoader's sampler has len\(\) 0": {"dataset": Noisy(), "sampler": Saying(0, 0)},
+    r"sampler has len\(\) 0, or none\. Let its __len__ return": {"dataset": Noisy(), "sampler": Sampler()},
     f"training data: the DataLoader has drop_last, {ROWS} rows and batches of 64: nothing": {
         "dataset": Streamed(Noisy()), "batch_size": 64, "drop_last": True,
     },
@@ -165,7 +174,7 @@ EMPTY = {
 
 @pytest.mark.parametrize("words", EMPTY)
 def test_a_loader_without_a_batch_is_refused(words, tmp_path):
-    """A sampler of no rows, and a stream too short for its drop_last, ended in a ZeroDivisionError."""
+    """A sampler of no rows, or without a length, and a stream too short for its drop_last, ended in Python's own error."""
     with pytest.raises(DataError, match=words):
         trained(tmp_path, DataLoader(**EMPTY[words]))
 

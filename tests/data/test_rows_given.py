@@ -56,12 +56,36 @@ def one_tensor():
         ((X.tolist(), Y.tolist()), r"found two lists, of 24 and 24. Give \(torch.tensor\(x\), torch.tensor\(y\)\)"),
         ((X, Y, "text"), r"item 0: expected a pair \(x, label\), .*or a dict with labels; found a Tensor of shape \(24, 4\)"),
     ],
-    ids=["tensor", "two columns", "array", "dict", "dict of sets", "texts", "text", "lists", "three"],
+    ids=[
+        "tensor",
+        "two columns",
+        "array",
+        "dict",
+        "dict of sets",
+        "texts",
+        "text",
+        "lists",
+        "three",
+    ],
 )
 @pytest.mark.parametrize("cache", ["auto", "none"])
 def test_what_is_no_rows_with_labels_is_refused_with_what_is(rows, words, cache):
     with pytest.raises(DataError, match=words):
         trainer(one_tensor, cache=cache).plan(rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({"x": X.tolist(), "labels": Y}, r"expected tensors or arrays with all rows; found a list. Give torch.tensor"),
+        ((X, (Y, (X, Y))), "data: expected a tuple or a dict of tensors; found a tuple of several in it, as 1"),
+        ([(x, (y, [x, y])) for x, y in zip(X, Y, strict=True)], "expected .* tensors; found a list of several in it, as 1"),
+    ],
+)
+def test_lists_that_are_no_tensors_are_named(rows, words):
+    """Errors were of Python or of numpy, and spoke of padding."""
+    with pytest.raises(DataError, match=words):
+        trainer(one_tensor, loss=lambda output, labels: output.mean()).plan(rows)
 
 
 NESTED = {
@@ -78,6 +102,15 @@ def test_a_dict_in_a_dict_is_refused_by_its_name(given):
     """It was "Could not infer dtype of dict", and of a collate_fn "made 2 rows of 8 items"."""
     with pytest.raises(DataError, match=r"data: .*a dict in it, as ('a'|1), of b, c\. Give each of these a name"):
         trainer(loss=lambda output, labels: output.mean()).plan(NESTED[given]())
+
+
+def test_labels_may_be_a_list_of_numbers_beside_a_tensor(tmp_path):
+    """The pair was taken for two items, of which the first was no pair."""
+    for labels in (Y.tolist(), [*Y]):
+        made = trainer(one_tensor)
+        with made.session((X, labels)) as session, trainer(one_tensor).session((X, Y)) as other:
+            assert session.step((X[:8], labels[:8])) == other.step((X[:8], Y[:8]))
+        assert trainer(one_tensor).plan((X, labels)) is not None
 
 
 def test_a_table_of_pandas_is_refused_and_its_columns_are_taken(recwarn):

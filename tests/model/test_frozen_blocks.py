@@ -8,7 +8,7 @@ from torch import nn
 
 from seqpart import Trainer
 from seqpart.device.usage import read_process
-from seqpart.errors import DoesNotFit
+from seqpart.errors import DoesNotFit, ModelError
 from tests.choice import in_pairs
 
 MB = 10**6
@@ -119,3 +119,46 @@ def test_in_sil_a_partition_still_has_something_to_learn(tmp_path):
     model = network({0, 4, DEPTH})
     plan = Trainer(model, mem_limit="2GB", method="sil", partitions=3, batch_size=16, quiet=True).plan(ROWS)
     assert [part.first for part in plan.partitions] == [0, 4, DEPTH]
+
+
+class Head(nn.Module):
+    """Gives an optimizer its head alone."""
+
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.head, self.way = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5), way
+
+    def forward(self, x):
+        return self.head(self.base(x))
+
+    def parameters(self, recurse=True):
+        return self.head.parameters() if self.way == "parameters" else super().parameters(recurse)
+
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        every = super().named_parameters(prefix, recurse, remove_duplicate)
+        return (pair for pair in every if self.way == "parameters" or pair[0].startswith("head"))
+
+
+@pytest.mark.parametrize("way", ["parameters", "named_parameters"])
+def test_a_model_whose_own_parameters_leave_some_out_is_refused_unless_these_are_frozen(way):
+    """Some of those that it left out were trained, others not, and each method chose other ones."""
+
+    def fit(**options):
+        made = Trainer(
+            model, None, torch.optim.AdamW, mem_limit="2GB", epochs=2, shuffle=False, batch_size=16, quiet=True, **options
+        )  # fmt: skip
+        return made.fit(ROWS)
+
+    model, plain = Head(way), Head(way)
+    with pytest.raises(ModelError, match=r"leaves out 2 that learn, base.weight, base.bias: .* name them in freeze"):
+        fit(method="full")
+    plain.base.requires_grad_(False)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    for _ in range(2):
+        for at in range(0, 48, 16):
+            optimizer.zero_grad()
+            F.cross_entropy(plain(ROWS[0][at : at + 16]), ROWS[1][at : at + 16]).backward()
+            optimizer.step()
+    fit(method="streamed", partitions=2, freeze="base.*", micro_batch_size=16)
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))

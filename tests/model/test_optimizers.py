@@ -909,6 +909,26 @@ def test_an_optimizer_of_all_parameters_together_goes_with_one_partition_alone(b
         assert [name for name, value in plain.items() if not torch.equal(value, weights[name])] == []
 
 
+class Guarded(torch.optim.SGD):
+    """Makes no step where one number of any gradient is too large."""
+
+    def step(self, closure=None):
+        if not any(p.grad.abs().max() > self.defaults["most"] for group in self.param_groups for p in group["params"]):
+            super().step(closure)
+
+    def __init__(self, parameters, most):
+        super().__init__(parameters, lr=0.1)
+        self.defaults["most"] = most
+
+
+@pytest.mark.parametrize("most", [0.05, 2.0, 100.0])
+def test_a_step_that_is_left_out_for_one_large_gradient_looks_at_all_parameters(most):
+    """All gradients of the trial were on one side of such a threshold, so that partitions made the step, each alone."""
+    choice = describe("Guarded", lambda p: Guarded(p, most))
+    choice.try_on({name: spec_of(name, torch.zeros(shape)) for name, shape in (("w", (6, 5)), ("b", (6,)))})
+    assert choice.found.joint
+
+
 def test_a_state_that_is_called_as_the_average_is_does_not_go_with_one():
     class Own(torch.optim.SGD):
         def step(self, closure=None):
@@ -967,3 +987,8 @@ def test_weight_decay_that_spares_nothing_is_refused(tmp_path):
         Trainer(Normed(), mem_limit="3GB", method="full", weight_decay=0.1, no_decay="bias,headd*", quiet=True).plan(data)
     with pytest.raises(OptionError, match="there is no weight decay to leave out"):
         Trainer(Normed(), mem_limit="3GB", method="full", no_decay="bias", quiet=True)
+
+
+def test_an_attribute_of_the_user_s_parameters_that_trials_lack_is_named_with_the_cure():
+    with pytest.raises(OptionError, match=r"no attribute '_optim'\. .* getattr\(parameter, '_optim', \.\.\.\) with a default"):
+        describe("", lambda parameters: torch.optim.SGD([{"params": [one], **one._optim} for one in parameters], lr=0.1))

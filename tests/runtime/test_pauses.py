@@ -6,14 +6,16 @@ who learns is obeyed, and weights, which may be anywhere, are refused where they
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from seqpart import Interrupted, Trainer
-from seqpart.errors import ModelError, OptionError
+from seqpart.errors import DataError, ModelError, OptionError
 from tests.choice import in_pairs, in_turn
 from tests.command import SMALL, call
 from tests.resuming import Killed, Stopping, kill
@@ -579,3 +581,89 @@ def test_attributes_that_nothing_between_layers_reads_are_obeyed(method, way, tm
     else:
         made.fit(ROWS, callbacks=[Touching(model, touch)])
     assert_same(model, plain(other))
+
+
+class Weighted:
+    """A loss with attributes of its own, in a module that it holds too."""
+
+    def __init__(self):
+        self.inner, self.power = nn.CrossEntropyLoss(), 1
+
+    def __call__(self, out, labels):
+        return self.inner(out, labels) ** self.power * self.inner.factor
+
+
+@pytest.mark.parametrize(("way", "method"), in_turn(WAYS, METHODS[:2]))
+def test_attributes_that_were_changed_are_in_the_checkpoint_of_a_run_that_goes_on(way, method, tmp_path, caplog):
+    """The next update had those of __init__, without a word."""
+
+    def touched(model, loss, update):
+        model.b.scale, loss.power, loss.inner.factor = 1 + update / 10, 1 + update % 2, np.float64(1 / update)
+        model.mask[update] = 0.0
+        model.gain.fill_(0.9**update)
+        model.note = [update, {"inf"}] if update == 5 else [update, float("inf")]
+
+    def run(model, place, resume=None, stop=0, method=method):
+        loss = Weighted()
+        loss.inner.factor = 1.0
+        options = {} if way == "session" else {"epochs": 2, "shuffle": False, "save_every": 1}
+        made = Trainer(
+            model, loss, adamw, mem_limit="2GB", method=method, batch_size=8, micro_batch_size=8, output_dir=place, **options
+        )  # fmt: skip
+
+        def touch(model, update):
+            touched(model, loss, update)
+            if update == stop:
+                raise ZeroDivisionError
+
+        if way == "callback":
+            made.fit(ROWS, callbacks=[Touching(model, touch)], resume=resume)
+            return model
+        with made.session(BATCHES[0], resume=resume) as session:
+            for update, batch in enumerate(BATCHES[session.updates :], session.updates + 1):
+                session.step(batch)
+                touched(model, loss, update)
+                if update == stop:
+                    session.save()
+                    raise ZeroDivisionError
+        return model
+
+    torch.manual_seed(0)
+    models = [Annealed() for _ in range(2)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    whole = run(copy.deepcopy(models[0]), tmp_path / "whole")
+    for stop in (3, 5):
+        with pytest.raises(ZeroDivisionError):
+            run(copy.deepcopy(models[0]), tmp_path / f"{stop}", stop=stop)
+        found = run(copy.deepcopy(models[0]), tmp_path / f"{stop}", resume=tmp_path / f"{stop}")
+        assert_same(found, whole)
+        assert found.note == whole.note
+        assert ("had set model.note to" in caplog.text) == (stop == 5)
+
+
+@pytest.mark.parametrize("given", ["a pair", "a data set", "its tensors", "a loader", "a part"])
+def test_rows_that_are_kept_are_refused_where_they_are_changed(given, tmp_path):
+    """Pseudo labels that a callback wrote between epochs were ignored, unless a loader had them."""
+    y = ROWS[1].clone()
+    items = TensorDataset(ROWS[0], y)
+    data = {"a pair": (ROWS[0], y), "a loader": DataLoader(items, batch_size=8), "a part": Subset(items, range(32))}.get(
+        given, items
+    )
+
+    class Relabel:
+        def on_epoch(self, event):
+            if given == "its tensors":
+                items.tensors = ROWS[0], y + 0
+            else:
+                y.fill_(0)
+
+    options = {} if given == "a loader" else {"batch_size": 8, "shuffle": False}
+    made = Trainer(
+        net(), None, adamw, mem_limit="2GB", method="full", epochs=2, quiet=True, output_dir=tmp_path / "run", **options
+    )
+    if given == "a loader":
+        made.fit(data, callbacks=[Relabel()])
+        return
+    with pytest.raises(DataError, match="a tensor of the data was changed during a run"):
+        made.fit(data, callbacks=[Relabel()])
