@@ -1,6 +1,6 @@
 """Plain attributes of the model and the loss that the user's code sets during a run, as its checkpoints hold them."""
 
-import ast
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -60,18 +60,18 @@ def looks_of_data(data: Any, rows: int, depth: int = 4) -> list[object]:
 
 
 def _text(value: Any, before: object) -> str | None:
-    """Returns a literal for a value, a list for a tensor that was changed in place; None for what has none."""
+    """Returns JSON for a value, a list for a tensor that was changed in place; None for what has none."""
     if type(value) is torch.Tensor and isinstance(before, tuple) and before[0] == id(value) and value.numel() <= _MOST:
         value = value.flatten().tolist()
     elif type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         value = value.item()
     if not is_plain(value) and not _small(value):
         return None
-    text = repr(value) if isinstance(value, str) else repr(value).replace("inf", "1e999")
     try:
-        return text if repr(ast.literal_eval(text)) == repr(value) else None
-    except (ValueError, SyntaxError):  # such as NaN, or an object of a class of its own
+        text = json.dumps(value)
+    except TypeError:  # such as a key of a dict
         return None
+    return text if repr(json.loads(text)) == repr(value) else None
 
 
 class Attributes:
@@ -82,7 +82,7 @@ class Attributes:
         self._fixed = {(id(vars(module)), name) for module, name in fixed}
         self._owners = dict(_owners("", {"model": model, "loss": loss}, set()))
         self.saved = dict[str, str | None]()
-        """{place: value as a literal, None if it has none} of those that were changed."""
+        """{place: value as JSON, None if it has none} of those that were changed."""
 
     def looks(self) -> dict[str, object]:
         return {
@@ -113,14 +113,14 @@ class Attributes:
         for place, text in saved.items():
             at, _, name = place.rpartition(".")
             own = self._owners.get(at)
-            try:
-                value = None if text is None else ast.literal_eval(text)
-            except (ValueError, SyntaxError):
-                raise OptionError(f"--resume: the checkpoint has no value for the attribute {place}.") from None
-            if text is None or own is None:
+            if text is None or own is None or name in OF_TORCH:
                 continue
-            if type(own.get(name)) is torch.Tensor:
-                with torch.no_grad():
-                    own[name].copy_(torch.tensor(value, dtype=own[name].dtype).view(own[name].shape))
-            else:
-                own[name] = value
+            try:
+                value = json.loads(text)
+                if type(before := own.get(name)) is torch.Tensor:
+                    with torch.no_grad():
+                        before.copy_(torch.tensor(value, dtype=before.dtype).view(before.shape))
+                else:
+                    own[name] = value
+            except (ValueError, TypeError, RuntimeError):
+                raise OptionError(f"--resume: the checkpoint has no value for the attribute {place}.") from None
