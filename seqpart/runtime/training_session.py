@@ -385,8 +385,8 @@ class TrainingSession:
     def export(self, weights: str | Path) -> Path:
         """Writes the current model as a safetensors file with its own parameter names. Returns its path."""
         path = Path(weights)
-        if path.is_dir():
-            raise OptionError(f"export: expected the name of a file for the weights; found the directory {path}.")
+        if path.exists() and not path.is_file():
+            raise OptionError(f"export: expected the name of a file for the weights; found {path}, a directory or a device.")
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._working():
             self._bring_home()
