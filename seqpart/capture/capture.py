@@ -169,7 +169,9 @@ def _traced(asked: _Asked) -> tuple[Chain, Program, Program]:
                 raise _uncut(first or error, error, asked) from error
             reasons = {one: why for one, why in reasons.items() if one not in set(module.modules())}
             whole |= {one for one in model.modules() if type(one) is type(module)} if error.alike else {module}
-            reasons[module] = f"{error.why}, in {error.where or error.path or type(model).__name__}"
+            cure = _without_draws(model).removesuffix(".") if "random number" in error.why else ""
+            where = error.where or error.path or type(model).__name__
+            reasons[module] = f"{error.why}, in {where}{'. ' if cure else ''}{cure}"
 
 
 def _uncut(error: Inside, last: Inside, asked: _Asked) -> ModelError:

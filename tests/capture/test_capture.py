@@ -354,6 +354,9 @@ def test_a_module_that_decides_by_a_drawn_number_is_a_block_and_so_are_others_of
     assert [block.name for block in chain] == ["first", "middle.one", "middle.between", "middle.other", "head"]
     assert len(chain.whole_parts) == 1
     assert_same_as_whole(model, quantities())
+    model.config = SimpleNamespace(layerdrop=0.1)  # as models of transformers have it
+    (why,) = chain_of(model, (4,), torch.float32).whole_parts
+    assert why.endswith("build the model with config.layerdrop = 0.0")
 
 
 class Commits(nn.Module):
