@@ -132,12 +132,12 @@ class Simulated:
         self._device = device
 
     def begin(self) -> None:
-        self._before = (self._device.streams.computed_until, dict(self._device.busy))
+        self._before = (self._device.streams.current.seconds, dict(self._device.busy))
 
     def end(self) -> Busy:
         began, before = self._before
         now = {name: seconds - before[name] for name, seconds in self._device.busy.items()}
-        wall = self._device.streams.computed_until - began
+        wall = self._device.streams.current.seconds - began
         return Busy(wall=wall, computing=now["computing"], up=now[UP], down=now[DOWN])
 
 

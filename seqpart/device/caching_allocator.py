@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from seqpart.device.pages import round_up
 from seqpart.units import format_size
 
 GRANULE = 512
@@ -43,7 +44,7 @@ class CachingAllocator:
 
     def take(self, nbytes: int) -> Block:
         """Allocates a block of `nbytes`. Raises torch.OutOfMemoryError where the device has no more."""
-        size = -(-max(nbytes, 1) // GRANULE) * GRANULE
+        size = round_up(max(nbytes, 1), GRANULE)
         small = size <= _SMALL
         blocks = (block for segment in self._segments for block in segment)
         fitting = (block for block in blocks if block.free and block.small is small and block.size >= size)
@@ -76,12 +77,8 @@ class CachingAllocator:
 
     def _reserve(self, size: int, small: bool) -> Block:
         """Takes a segment, which is one free block, from the device."""
-        if small:
-            want = _SMALL_SEGMENT
-        elif size < _MEDIUM:
-            want = _MEDIUM_SEGMENT
-        else:
-            want = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+        own = _MEDIUM_SEGMENT if size < _MEDIUM else round_up(size, _SMALL_SEGMENT)
+        want = _SMALL_SEGMENT if small else own
         if self.reserved + want > self._cap:
             self.release_cached()
         if self.reserved + want > self._cap:

@@ -56,10 +56,8 @@ def _mounted(process: Path) -> Iterator[tuple[_Names, Path, Path]]:
         before, _, behind = line.partition(" - ")
         root, place = (part.encode().decode("unicode_escape") for part in before.split()[3:5])
         kind, _, options = behind.split()[:3]
-        names: _Names | None = (
-            _V2 if kind == "cgroup2" else _V1 if kind == "cgroup" and "memory" in options.split(",") else None
-        )
-        if names is not None and names in own:
+        names = _V2 if kind == "cgroup2" else _V1
+        if names in own and (kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(","))):
             mine = own[names]
             inside = mine.relative_to(root) if mine.is_relative_to(root) else PurePosixPath()
             yield names, Path(place), Path(place) / (inside if ".." not in inside.parts else "")

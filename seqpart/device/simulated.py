@@ -14,7 +14,7 @@ Tensors are the processor's, so results have the bits of the CPU; the two sides 
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from seqpart.device.caching_allocator import CachingAllocator
+from seqpart.device.caching_allocator import Block, CachingAllocator
 from seqpart.device.card import Hardware
 from seqpart.device.device import DOWN, UP, Accelerator
 from seqpart.device.ordering import HOST, Memory, Unordered, act, touch
@@ -45,7 +45,6 @@ class SimulatedDevice(Accelerator):
         super().__init__()
         # An index tells what is asked of the device from what is asked of the processor, on which both are made.
         self.torch, self.hardware = torch.device("cpu", 0), hardware
-        self._name = f"simulated {hardware.name}"
         self.streams = Streams(tuple(_COPIES.values()), seed)
         self._allocator = CachingAllocator(hardware.memory - hardware.context)
         self._memories: dict[int, Memory] = {}
@@ -60,7 +59,7 @@ class SimulatedDevice(Accelerator):
 
     @property
     def name(self) -> str:
-        return self._name
+        return f"simulated {self.hardware.name}"
 
     def total_memory(self) -> int:
         return self.hardware.memory
@@ -112,10 +111,10 @@ class SimulatedDevice(Accelerator):
         self._forget_freed()
         return self._memories.get(tensor.untyped_storage().data_ptr())
 
-    def _note(self, tensor: torch.Tensor, name: str, *, on_device: bool) -> Memory:
+    def _note(self, tensor: torch.Tensor, name: str, *, on_device: bool, block: Block | None = None) -> Memory:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        memory = Memory(f"{name} of {storage.nbytes()} bytes", address, storage.nbytes(), on_device)
+        memory = Memory(f"{name} of {storage.nbytes()} bytes", address, storage.nbytes(), on_device, block)
         self._memories[address] = memory
         weakref.finalize(storage, self._freed.append, memory).atexit = False
         return memory
@@ -125,9 +124,7 @@ class SimulatedDevice(Accelerator):
         for tensor in tensors:
             nbytes = tensor.untyped_storage().nbytes()
             if nbytes and self._memory_of(tensor) is None:
-                block = self._allocator.take(nbytes)
-                memory = self._note(tensor, f"memory of {name}", on_device=True)
-                memory.block = block
+                memory = self._note(tensor, f"memory of {name}", on_device=True, block=self._allocator.take(nbytes))
                 stream = self.streams.current
                 act(stream.name, stream.clock)
                 touch(memory, 0, nbytes, write=True, actor=stream.name, clock=stream.clock, what=f"allocated for {name}")
@@ -175,8 +172,8 @@ class SimulatedDevice(Accelerator):
             if memory is None or not memory.on_device or stream.name in memory.lent or stream.name == COMPUTING:
                 continue
             if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= _OURS:
-                text = f"{memory.name} was freed while {stream.name} was yet to use it, and was not lent."
-                self._freed_too_early.append(text)
+                what = f"{memory.name} was freed while {stream.name} was yet to use it, and was not lent."
+                self._freed_too_early.append(what)
 
     def _raise_errors(self) -> None:
         if self._freed_too_early:
@@ -211,10 +208,8 @@ class SimulatedDevice(Accelerator):
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            self.streams.dawdle()
-            stack.enter_context(watched(self._host_used))
-            stack.enter_context(Watching(self))
+        self.streams.dawdle()
+        with watched(self._host_used), Watching(self):
             yield
 
     # --- what is used ---------------------------------------------------------------------------------------------
@@ -254,11 +249,11 @@ class SimulatedDevice(Accelerator):
             theirs = any(memory is not None and not memory.on_device for memory in memories)
             if ours and theirs:
                 raise Unordered(f"{name}: a kernel of the device uses pinned memory. Copy it first.")
-            if not ours:
-                act(HOST, self.streams.host)
-            else:
+            if ours:
                 self.streams.finish(self.streams.current)
                 self.streams.begin(self.streams.current)
+            else:
+                act(HOST, self.streams.host)
             for tensor, write in used:
                 self._touch(tensor, write=write, actor=self.streams.current.name if ours else HOST, what=name)
             self._raise_errors()

@@ -77,11 +77,6 @@ class Streams:
         """Simulated time of the calling thread."""
         return float(getattr(self._thread, "seconds", 0.0))
 
-    @property
-    def computed_until(self) -> float:
-        """Time at which the last issued kernel is over."""
-        return self._streams[COMPUTING].seconds
-
     def reach(self, seconds: float) -> None:
         """Advances the time of the calling thread to `seconds`."""
         self._thread.seconds = max(self.seconds, seconds)

@@ -200,9 +200,7 @@ def _tiles(run: RecordedRun) -> str:
 
 
 def _missing(run: RecordedRun) -> str:
-    if not run.missing:
-        return ""
-    return '<section class="missing"><h2>Missing data</h2>' + _list(run.missing) + "</section>"
+    return f'<section class="missing"><h2>Missing data</h2>{_list(run.missing)}</section>' if run.missing else ""
 
 
 def _limit(run: RecordedRun) -> int:
@@ -213,18 +211,16 @@ def _memory(run: RecordedRun) -> str:
     if not run.curves:
         return ""
     series = [Series(name="", look="s1", points=[(at, float(held)) for at, held in curve.points]) for curve in run.curves]
-    names = [Series(name="measured, the highest of each moment", look="s1", points=())]
+    named = Series(name="measured, the highest of each moment", look="s1", points=())
     levels = [("limit", f"limit {format_size(_limit(run))}", _limit(run))]
     if run.plan is not None:
         levels.append(("predicted", f"predicted peak {format_size(run.plan.peak)}", run.plan.peak))
     drawn = figure(
-        "Memory over time", [*names, *series], _TIME, Axis(text=lambda held: format_size(int(held)), whole=True),
+        "Memory over time", [named, *series], _TIME, Axis(text=lambda held: format_size(int(held)), whole=True),
         levels=levels, marks=run.resumed_at,
     )  # fmt: skip
-    words = f"Read from: {run.curves[-1].source}."
-    if run.resumed_at:
-        words += " Upright lines: another process went on there."
-    return f"<section><h2>Memory</h2>{drawn}<p>{escape(words)}</p></section>"
+    lines = " Upright lines: another process went on there." if run.resumed_at else ""
+    return f"<section><h2>Memory</h2>{drawn}<p>{escape(f'Read from: {run.curves[-1].source}.{lines}')}</p></section>"
 
 
 def _losses(run: RecordedRun) -> str:

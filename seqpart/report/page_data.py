@@ -107,9 +107,8 @@ class _Passes:
     def go_back(self, start: dict[str, Any]) -> None:
         """Called when a process resumes, from the given position, or from the latest, in logs of older versions."""
         at = start.get("checkpoint")
-        position = (at["phase"], at["updates"]) if at else None
         latest_saved = next(reversed(self.saved.values()), self.count)
-        count = self.saved.get(position, latest_saved) if position is not None else latest_saved
+        count = self.saved.get((at["phase"], at["updates"]), latest_saved) if at else latest_saved
         self.kept = [(number, one) for number, one in self.kept if number < count]
 
 

@@ -224,11 +224,11 @@ def _who(phase: Phase) -> str:
 
 def _spellings(phase: Phase) -> tuple[str, ...]:
     """Returns names of a pass, ever shorter: `partitions 0-3 train epoch 2`, `p0-3 train 2`, `p0-3 e2`."""
-    where = str(phase.partition) if phase.through is None else f"{phase.partition}-{phase.through}"
-    what = _WHAT[phase.kind]
+    who, what = _who(phase), _WHAT[phase.kind]
+    where = f"p{who.split()[-1]}"
     if phase.kind is not PhaseKind.TRAIN:
-        return f"{_who(phase)} {what}", f"p{where} {what}"
-    return f"{_who(phase)} {what} epoch {phase.epoch}", f"p{where} {what} {phase.epoch}", f"p{where} e{phase.epoch}"
+        return f"{who} {what}", f"{where} {what}"
+    return f"{who} {what} epoch {phase.epoch}", f"{where} {what} {phase.epoch}", f"{where} e{phase.epoch}"
 
 
 def figures(loss: float, accuracy: float | None, metrics: Mapping[str, MetricValue], of: str = "") -> str:

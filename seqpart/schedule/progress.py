@@ -109,10 +109,9 @@ class Progress:
     def needs_state(self, p: int, stage: int) -> bool:
         """True if the optimizer state of `p` in `stage` will be used again."""
         at = self.position
-        if at.phase < len(self._phases):
-            now = self._phases[at.phase]
-            if now.stage == stage and now.trains(p) and at.updates + (p in self.updated) < now.updates:
-                return True
+        now = self._phases[at.phase] if at.phase < len(self._phases) else None
+        if now and now.stage == stage and now.trains(p) and at.updates + (p in self.updated) < now.updates:
+            return True
         return self._last.get((stage, p), -1) > at.phase
 
 

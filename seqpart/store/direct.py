@@ -43,8 +43,7 @@ class DirectFile:
                 return made(path, mode, flags=flags)
             return opened(path, (os.O_RDWR if patch else os.O_RDONLY) | flags)
 
-        self.path = path
-        self._open(descriptor)
+        self._open(path, descriptor)
 
     @classmethod
     def unnamed(cls, folder: Path, *, hidden: bool = False) -> Self:
@@ -54,13 +53,12 @@ class DirectFile:
         directory for temporary files.
         """
         file = cls.__new__(cls)
-        file.path = folder
-        file._open(lambda flags: _nameless(folder, flags, hidden=hidden))
+        file._open(folder, lambda flags: _nameless(folder, flags, hidden=hidden))
         return file
 
-    def _open(self, descriptor: Callable[[int], int]) -> None:
-        self.direct = hasattr(os, "O_DIRECT")
-        with explaining(self.path):
+    def _open(self, path: Path, descriptor: Callable[[int], int]) -> None:
+        self.path, self.direct = path, hasattr(os, "O_DIRECT")
+        with explaining(path):
             try:
                 self._fd = descriptor(os.O_DIRECT if self.direct else 0)
             except OSError as error:
@@ -162,10 +160,8 @@ def explained(error: OSError, path: Path) -> StoreError:
     """Translates an OSError into words for the user."""
     name = shown(path)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(
-            f"the disk is full: could not write {name}. "
-            "Free some space, or give another place with --offload-dir. Earlier files are untouched."
-        )
+        cure = "Free some space, or give another place with --offload-dir. Earlier files are untouched."
+        return DiskFull(f"the disk is full: could not write {name}. {cure}")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR) or (
         error.errno == errno.ENOENT and path.is_dir()  # as /proc, which takes no files
     ):

@@ -132,11 +132,8 @@ def encode_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> b
     entries: dict[str, object] = {"__metadata__": {**metadata, **more}}
     entries |= _fillers(Layout(tuple(specs)))
     for spec in specs:
-        entries[spec.name] = {
-            "dtype": CODES[spec.dtype],
-            "shape": _as_it_lies(spec),
-            "data_offsets": [spec.offset, spec.offset + spec.nbytes],
-        }
+        place = [spec.offset, spec.offset + spec.nbytes]
+        entries[spec.name] = {"dtype": CODES[spec.dtype], "shape": _as_it_lies(spec), "data_offsets": place}
     text = json.dumps(entries, separators=(",", ":")).encode()
     padded = round_up(8 + len(text)) - 8
     return padded.to_bytes(8, "little") + text.ljust(padded)
@@ -176,10 +173,9 @@ def decode_entries(text: bytes, path: Path) -> tuple[Layout, dict[str, str]]:
         for name, entry in entries.items():
             shape, stride = strides.pop(name, (entry.shape, None))
             own = tuple(stride) if stride is not None else None
-            spec = TensorSpec(
-                name=name, shape=tuple(shape), dtype=DTYPES[entry.dtype], offset=entry.data_offsets[0], stride=own
-            )
-            ends = entry.data_offsets[1] == spec.offset + spec.nbytes
+            start, stop = entry.data_offsets
+            spec = TensorSpec(name=name, shape=tuple(shape), dtype=DTYPES[entry.dtype], offset=start, stride=own)
+            ends = stop == start + spec.nbytes
             if not ends or (own is not None and (len(own) != len(shape) or _as_it_lies(spec) != entry.shape)):
                 raise ValueError(f"{name}: its offsets and shape disagree")
             specs.append(spec)

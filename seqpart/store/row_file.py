@@ -285,9 +285,8 @@ class Rows:
         self._done, self.finished = self.chunks, True
         self._file.read_into(bytes_of(head), 0)
         if bytes(bytes_of(head)) != self._header:
-            raise CorruptFile(
-                f"{self.path} is damaged, or not the file that was saved: its header differs. It was not used.", self.path
-            )
+            text = f"{self.path} is damaged, or not the file that was saved: its header differs. It was not used."
+            raise CorruptFile(text, self.path)
         if self._host is not None:
             for chunk in range(self.chunks):
                 self._read(chunk, self._host[chunk * self.layout.chunk_bytes :])

@@ -84,8 +84,6 @@ class Transfer:
         """Makes later work of the current stream wait until every part is over; raises the first error of any.
 
         Returns when every part was issued: on the CPU it is over then, and so are transfers by the disk."""
-        if not self._parts:
-            return
         wait(self._parts)
         for part in self._parts:
             self._device.after(part.result())
@@ -100,10 +98,8 @@ class Transfer:
     def going_on(self) -> "Transfer":
         """A transfer of the parts that are not over, on the device too, or failed; its bytes count as 0, since they were
         reported before."""
-        return Transfer(self._device, [part for part in self._parts if not self._is_over(part)])
-
-    def _is_over(self, part: "Future[Event]") -> bool:
-        return part.done() and part.exception() is None and self._device.is_over(part.result())
+        over = {part for part in self._parts if part.done() and not part.exception() and self._device.is_over(part.result())}
+        return Transfer(self._device, [part for part in self._parts if part not in over])
 
     def with_other(self, other: "Transfer") -> "Transfer":
         return Transfer(self._device, [*self._parts, *other._parts], self.nbytes + other.nbytes)
@@ -126,23 +122,22 @@ class RetainedFiles:
     def keep(self, names: Iterable[str]) -> None:
         """Keeps the files of these names and no others."""
         self._names = frozenset(names)
-        for name in self._unwanted - self._names:
-            self.remove(name)
+        self.remove(*(self._unwanted - self._names))
         self._unwanted &= self._names
 
-    def remove(self, name: str) -> None:
-        """Deletes `name`, now or when it is no longer kept."""
-        if name in self._names:
-            self._unwanted.add(name)
-        else:
-            with explaining(self._folder / name):
-                remove(self._folder / name)
+    def remove(self, *names: str) -> None:
+        """Deletes the files of these names, now or when they are no longer kept."""
+        for name in names:
+            if name in self._names:
+                self._unwanted.add(name)
+            else:
+                with explaining(self._folder / name):
+                    remove(self._folder / name)
 
     def sweep(self, ours: re.Pattern[str], used: Iterable[str]) -> None:
         """Removes files that a killed run left, except those in `used`; `ours` matches the names that runs give."""
         found = {path.name for path in self._folder.iterdir() if ours.fullmatch(path.name)}
-        for name in found.difference(used):
-            self.remove(name)
+        self.remove(*found.difference(used))
 
 
 def at_once() -> None:
@@ -342,8 +337,7 @@ class Store:
             home.now = None
             self._note_host(self._epoch)
         self._go_back(home)
-        for file in home.files - named(home.now):
-            self._retained.remove(file)
+        self._retained.remove(*(home.files - named(home.now)))
         home.files = named(home.now)
         if home.now is not None:
             self._gone[name] = home
@@ -352,8 +346,7 @@ class Store:
         """Makes the present homes, with puts that have begun, the state that `rollback` restores."""
         self._epoch += 1
         for home in self._gone.values():
-            for file in home.files:
-                self._retained.remove(file)
+            self._retained.remove(*home.files)
         self._gone.clear()
 
     @property
@@ -371,8 +364,7 @@ class Store:
             self._homes[name] = home
             if home.now is None and home.host is None:
                 del self._homes[name]
-                for file in home.files:
-                    self._retained.remove(file)
+                self._retained.remove(*home.files)
         self._gone.clear()
         self._lost = {name: lost for name, lost in self._lost.items() if lost[0] < self._epoch}
         return True
@@ -509,16 +501,13 @@ class Store:
             if home.host is not None:
                 self._copy(flat[: layout.nbytes], home.host[: layout.nbytes])
             else:
-                self._write(name, home, layout, flat, checksummed=checksummed)
+                with self._new_version(name, home) as path:
+                    home.now = self._files.write(path, layout, flat, checksummed=checksummed)
         except Exception as error:
             self._lost[name] = epoch, error
             raise
         self._lost.pop(name, None)
         home.layout = layout
-
-    def _write(self, name: str, home: Home, layout: Layout, flat: torch.Tensor, *, checksummed: bool = True) -> None:
-        with self._new_version(name, home) as path:
-            home.now = self._files.write(path, layout, flat, checksummed=checksummed)
 
     @contextmanager
     def _new_version(self, name: str, home: Home) -> Iterator[Path]:
@@ -552,7 +541,8 @@ class Store:
     def _persist(self, name: str, home: Home) -> None:
         if home.now is None:
             assert home.host is not None, f"{name} is not written yet"
-            self._write(name, home, home.layout, home.host)
+            with self._new_version(name, home) as path:
+                home.now = self._files.write(path, home.layout, home.host)
         assert home.now is not None
         self._files.add_checksum(home.now)
         if not home.now.durable:

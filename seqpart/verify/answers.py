@@ -1,7 +1,7 @@
 """The answers of a plan, and plans drawn at random from all possible answers, independent of the planner's choice."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple, Self
@@ -36,18 +36,16 @@ class Answers:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        return cls(
-            starts=plan.starts, slots=plan.slots, stays=plan.stays, weights_stay=plan.weights_stay, keeps=plan.keeps,
-            offloads=plan.offloads, graphs_at_host=plan.graphs_at_host, tiers=plan.tiers, keeps_heap=plan.heap > 0,
-        )  # fmt: skip
+        alike = {field.name: getattr(plan, field.name) for field in fields(cls) if field.name != "keeps_heap"}
+        return cls(**alike, keeps_heap=plan.heap > 0)
 
     def __str__(self) -> str:
         heap = "heap kept" if self.keeps_heap else "heap given back"
         return (
             f"cut at {_named(self.starts)}, {self.slots} slot(s), staying: {_named(self.stays)}, by their weights: "
             f"{_named(self.weights_stay)}, keeping graphs: {_named(self.keeps)}, of them to host memory: "
-            f"{_named(self.graphs_at_host)}, to the disk: "
-            f"{_named(self.offloads - self.graphs_at_host)}, boundaries on {', '.join(self.tiers) or DEVICE}, {heap}"
+            f"{_named(self.graphs_at_host)}, to the disk: {_named(self.offloads - self.graphs_at_host)}, "
+            f"boundaries on {', '.join(self.tiers) or DEVICE}, {heap}"
         )
 
     def different(self, other: Self) -> int:

@@ -222,8 +222,7 @@ def _compare_with_plain_loop(
 def _compare_evaluations(limited: Variant, other: Variant, first: Digests, second: Digests) -> None:
     """Raises VerifyMismatch if they differ by more than kernels round for another memory layout of the rows."""
     one, two = first.evaluation, second.evaluation
-    close = one is not None and two is not None and _near(one[0], two[0], _CLOSE_EVALUATION) and one[1] == two[1]
-    if not close:
+    if not (one and two and _near(one[0], two[0], _CLOSE_EVALUATION) and one[1] == two[1]):
         raise VerifyMismatch(
             f"{limited.method} and {other.method} train alike, and their evaluations differ: (loss, accuracy) {one} and {two}. "
             "Does a block look at whether gradients are wanted, or at what it has seen before, when it evaluates?"

@@ -134,11 +134,12 @@ def _idx(folder: Path, asked: str, *, prefix: str = "", turn: bool = False) -> t
     """
     if not folder.is_dir():
         raise DataError(f"{asked}: expected the files in {folder}, but there is no such directory.")
-    parts = []
-    for title, words in (("training", ("train",)), ("test", ("test", "t10k"))):
+
+    def split(title: str, *words: str) -> Split:
         images, labels = (_idx_file(folder, prefix, words, kind, asked) for kind in ("images", "labels"))
-        parts.append(_idx_split(images, labels, title, turn))
-    return parts[0], parts[1]
+        return _idx_split(images, labels, title, turn)
+
+    return split("training", "train"), split("test", "test", "t10k")
 
 
 def _idx_file(folder: Path, prefix: str, words: tuple[str, ...], kind: str, asked: str) -> Path:
@@ -243,10 +244,8 @@ def _npz(path: Path) -> tuple[Split, Split | None]:
     beside = path.with_name("test.npz")
     if path.name == "train.npz" and beside.is_file():
         return _npz_split(path, "training", *pair), _npz_split(beside, "test", *pair)
-    return (
-        _npz_split(path, "training", *pair, keep=lambda i: i % 5 != 4),
-        _npz_split(path, "test", *pair, keep=lambda i: i % 5 == 4),
-    )
+    train = _npz_split(path, "training", *pair, keep=lambda i: i % 5 != 4)
+    return train, _npz_split(path, "test", *pair, keep=lambda i: i % 5 == 4)
 
 
 @contextmanager

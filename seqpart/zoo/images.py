@@ -106,8 +106,7 @@ def _splits_of(folder: Path, kind: str) -> tuple[Path, Path] | None:
     if (train and tests) or (len(train + tests) == len(inside) > 0):
         names = ", ".join(sorted(path.name for path in train + tests))
         raise _unlike_splits(folder, f"{names} look like splits, and hold no directories of classes", kind)
-    shared = _shared_names(holding)
-    if shared:
+    if shared := _shared_names(holding):
         one, other, name = shared
         raise _unlike_splits(folder, f"{one.name} and {other.name} both hold a directory {name}, as splits do", kind)
     return None
@@ -170,9 +169,8 @@ class Images:
     @property
     def samples(self) -> list[tuple[str, int]]:
         """(file, class) of each image."""
-        return [
-            (str(self._folder / os.fsdecode(name)), int(label)) for name, label in zip(self._names, self.targets, strict=True)
-        ]
+        images = zip(self._names, self.targets, strict=True)
+        return [(str(self._folder / os.fsdecode(name)), int(label)) for name, label in images]
 
     def __len__(self) -> int:
         return len(self._names)

@@ -115,8 +115,7 @@ def _transformers(name: str, asked: Asked) -> Made:
         untie(model, WeightFiles(asked.weights or folder))
     if asked.weights is not None or asked.resumes:
         return Made(model, asked.weights or folder, asked.partial)
-    lacks = _lacks(model, folder)
-    if lacks is not None:
+    if (lacks := _lacks(model, folder)) is not None:
         return Made(model, folder, lacks)
     # Their names or shapes are others than the model's: what transformers converts exists whole.
     options = {} if asked.dtype is None else {"dtype": asked.dtype}

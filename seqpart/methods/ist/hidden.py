@@ -89,9 +89,10 @@ def hidden_layers(modules: Sequence[nn.Module]) -> list[HiddenLayer]:
         if between is None:
             continue
         taker = leaves[number + len(between) + 1]
-        if not any(isinstance(one.module, NORMS) for one in between):
+        norms = [one for one in between if isinstance(one.module, NORMS)]
+        if not norms:
             bare.append(f"{leaf} and {taker}")
-        found.append(_between(leaf, between, taker, _normalised_after(leaves, number + len(between) + 1)))
+        found.append(_between(leaf, norms, taker, _normalised_after(leaves, number + len(between) + 1)))
     if bare:
         raise ModelError(
             "method ist needs a normalisation in every hidden layer, since a neuron of a subnet gets the inputs of that subnet "
@@ -240,10 +241,8 @@ def _normalised_after(leaves: Sequence[_Leaf], number: int) -> bool:
     return isinstance(following, NORMS)
 
 
-def _between(giver: _Leaf, between: Sequence[_Leaf], taker: _Leaf, normalised: bool) -> HiddenLayer:
-    rows = [giver, *(leaf for leaf in between if isinstance(leaf.module, NORMS))]
+def _between(giver: _Leaf, norms: Sequence[_Leaf], taker: _Leaf, normalised: bool) -> HiddenLayer:
     summed = frozenset[tuple[int, str]]() if normalised else frozenset({(taker.block, taker.path)})
-    return HiddenLayer(
-        number=0, units=giver.module.out_features, rows=tuple(Spot(leaf.block, Side(leaf.path)) for leaf in rows),  # type: ignore[arg-type]
-        columns=(Spot(taker.block, Side(taker.path)),), summed=summed,
-    )  # fmt: skip
+    rows = tuple(Spot(leaf.block, Side(leaf.path)) for leaf in (giver, *norms))
+    columns, units = (Spot(taker.block, Side(taker.path)),), giver.module.out_features
+    return HiddenLayer(number=0, units=units, rows=rows, columns=columns, summed=summed)  # type: ignore[arg-type]

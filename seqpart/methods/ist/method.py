@@ -65,14 +65,8 @@ class IstMethod(Method):
         """Returns all rounds: SPLIT, the subnets in turn, MERGE. `work.partitions`: those of one subnet."""
         subnets = work.subnets
         assert subnets is not None
-        split = Phase(
-            kind=PhaseKind.SPLIT,
-            partition=0,
-            through=subnets.whole - 1 if subnets.whole > 1 else None,
-            rows=1,
-            batch=1,
-            micro_batch=1,
-        )
+        last = subnets.whole - 1 or None
+        split = Phase(kind=PhaseKind.SPLIT, partition=0, through=last, rows=1, batch=1, micro_batch=1)
         epochs = work.partitions[0].epochs
         turn = replace(whole_network(work, streamed=True), epochs=epochs, rows=subnets.rows, rank=0, ranks=1)
         each, share = len(work.partitions), 0 if subnets.all_rows else subnets.rows

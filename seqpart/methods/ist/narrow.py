@@ -172,9 +172,7 @@ def narrowed(
 ) -> nn.Module:
     """Returns a copy of the meta module `whole` for a part with `units` units of each hidden layer. Its tensors are zeros on
     the CPU, or fake ones under a FakeTensorMode."""
-    memo: dict[int, object] = {}
-    for name, tensor in tensors_of(whole).items():
-        memo[id(tensor)] = _zeros(tensor, cuts.get(name, Cut()), units)
+    memo = {id(tensor): _zeros(tensor, cuts.get(name, Cut()), units) for name, tensor in tensors_of(whole).items()}
     module: nn.Module = copy.deepcopy(whole, memo)
     for layer in layers if parts > 1 else ():
         _take_part(module, number, layer, units[layer.number])
@@ -183,15 +181,13 @@ def narrowed(
 
 
 def _zeros(tensor: torch.Tensor, cut: Cut, units: Sequence[int]) -> torch.Tensor:
+    if cut == Cut():
+        return _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_())
     shape = list(tensor.shape)
     for index, axis in enumerate(cut):
         if axis is not None:
             shape[index] = axis.before * units[axis.layer] * axis.after
-    if cut == Cut():
-        zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
-    else:
-        zeros = torch.zeros(shape, dtype=tensor.dtype)
-    return _like(tensor, zeros)
+    return _like(tensor, torch.zeros(shape, dtype=tensor.dtype))
 
 
 def _take_part(module: nn.Module, number: int, layer: HiddenLayer, units: int) -> None:
