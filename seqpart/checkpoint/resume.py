@@ -347,6 +347,7 @@ def refuse_unlike_ranks(ranks: Ranks, planner: Planner) -> None:
         return
     rows = planner.train, planner.test
     settings = {name: str(value) for name, value in planner.settings.to_json().items() if name not in _OF_A_RANK}
+    settings |= planner.functions
     order = _order_digest(planner.train, planner.settings.seed)
     given = ranks.gather((settings, (data_digest(*rows), changes.row_digests(*rows), order)))
     for rank, (other, _) in enumerate(given):
@@ -362,13 +363,14 @@ def refuse_unlike_ranks(ranks: Ranks, planner: Planner) -> None:
 
 
 def _order_digest(split: Split, seed: int) -> str:
-    """Returns a digest of the rows that the user's own sampler gives in the first epoch, in order; "" without one."""
+    """Returns a digest of the first epoch's order and random numbers, which a loader may have of its own; "" for kept rows."""
     source = split.source
-    if not isinstance(source, Source) or source.sampler is None:
+    if not isinstance(source, Source):
         return ""
+    draws = source.draws(seed, "train", 0, 1)
     with generators_kept():
-        order = source.order(source.draws(seed, "train", 0, 1), shuffle=True)
-    return xxhash.xxh3_64_hexdigest(np.asarray(order).tobytes())
+        order = np.asarray(source.order(draws, shuffle=not source.streams))
+    return xxhash.xxh3_64_hexdigest(f"{draws}".encode() + order.tobytes())
 
 
 def data_digest(train: Split, test: Split) -> str:

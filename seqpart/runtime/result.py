@@ -142,9 +142,10 @@ def _weights_kept(session: Run) -> Iterator[None]:
     except Exception as error:
         if session.is_trained:
             weights = session.directory.result(WEIGHTS)
-            session.homes.export(weights)
+            if session.ranks.leads:
+                session.homes.export(weights)
+                session.reporter.add_note(error, f"The training was over: its weights are in {weights}")
             session.homes.give_back()
-            session.reporter.add_note(error, f"The training was over: its weights are in {weights}")
         raise
 
 

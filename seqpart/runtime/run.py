@@ -494,6 +494,8 @@ class Run:
             if self.ranks.leads and not self._divides_state:
                 self._remember_best(executor)  # the checkpoint's evaluations name it
                 self.reporter.add_note(error, self.saving.after_error(executor))
+            if self.homes.store.divides and self._is_trained_at(executor.position):  # all is at home since the training ended
+                self.failed_at = executor.position
             raise
         self._remember_best(executor)
         self.watch.end_here(executor.step.phase, phases)

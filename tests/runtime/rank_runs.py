@@ -1,6 +1,7 @@
 """The runs that test_ranks.py makes under torchrun and by one process: `rank_runs.py FOLDER runs`, `FOLDER apart`,
 `FOLDER resume METHOD`, or `FOLDER SIGKILL RANK METHOD`."""
 
+import contextlib
 import json
 import os
 import signal
@@ -236,6 +237,9 @@ def runs(folder, rank):
         trainer.fit((ROWS, labels), (ROWS, labels), compute_metrics=no_metrics)
     except Exception as error:
         torch.save((model.state_dict(), type(error).__name__), folder / f"late-{rank}.pt")
+    trainer = Trainer(tied(), output_dir=folder / "later", micro_batch_size=BATCH // RANKS, **{**COMMON, **options})
+    with contextlib.suppress(ValueError, SeqpartError):
+        trainer.fit((ROWS, labels), (ROWS, labels), compute_metrics=no_metrics if rank else lambda *_: {"number": 0.0})
     (folder / f"said-{rank}.json").write_text(json.dumps(said))
 
 

@@ -125,6 +125,12 @@ def test_what_fails_in_the_last_test_leaves_the_weights_whole_that_ranks_divide(
     assert len(written) >= len(trained) - 1, "a tied weight may be written once"
 
 
+def test_the_first_rank_keeps_the_weights_where_a_metric_fails_in_another_one(together):
+    """It heard of it between two steps, and what was trained was lost; the other named a file that went with its directory."""
+    one, other = (together / name / "model.safetensors" for name in ("late", "later"))
+    assert one.read_bytes() == other.read_bytes()
+
+
 def test_subnets_are_sent_once_in_a_round_as_the_paper_s_formula_has_it(together):
     """Section 2.3: of all matrices between two hidden layers an N-th, of the first and the last all; each to one other rank."""
     (first, hidden), (_, last), (_, classes) = rank_runs.SIZES
