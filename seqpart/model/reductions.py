@@ -278,7 +278,7 @@ class Held:
                     ]
             except Exception:
                 return True
-        if gradient.isfinite().all() and not near_all(gradient, torch.cat(gradients), _ROUNDING * len(gradient)):
+        if not near_all(gradient, torch.cat(gradients), _ROUNDING * len(gradient)):
             return False
         (total, *totals), (weight, *weights) = [float(one.total) for one in found], [one.weight for one in found]
         scale = abs(total) + sum(map(abs, totals))
@@ -305,15 +305,27 @@ def near(one: float, other: float, scale: float) -> bool:
 
 
 def near_all(one: torch.Tensor, other: torch.Tensor, rounding: float = 0.0) -> bool:
-    """True if two gradients are near, by the largest of their numbers."""
-    if not one.numel():
+    """True if two gradients are near, by the largest of their numbers, or cannot be compared. Rounding is coarser where they are
+    made in 16 bits."""
+    largest = torch.maximum(one.abs().max(), other.abs().max()) if one.numel() else torch.zeros(())
+    if not largest.isfinite():
         return True
-    return bool((one - other).abs().max() <= (1e-4 + rounding) * torch.maximum(one.abs().max(), other.abs().max()))
+    narrow = any(torch.equal(part, part.to(dtype).to(part.dtype)) for part in (one, other) for dtype in _NARROW)
+    near_enough = (2e-2 if narrow else 1e-4 + rounding) * largest + _NOISE
+    return not one.numel() or bool((one - other).abs().max() <= near_enough)
+
+
+_NARROW = torch.bfloat16, torch.float16
+_NOISE = 1e-6
+"""Numbers of a gradient below which they may be rounding alone."""
 
 
 def gradient_of(loss: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Returns the gradient of a loss by its output; zeros where it has none."""
-    found = torch.autograd.grad(loss, output, allow_unused=True)[0] if loss.requires_grad else None
+    """Returns the gradient of a loss by its output; zeros where it has none, NaN where it cannot be computed."""
+    try:
+        found = torch.autograd.grad(loss, output, allow_unused=True)[0] if loss.requires_grad else None
+    except RuntimeError:  # which training will say
+        return torch.full_like(output, torch.nan)
     return torch.zeros_like(output) if found is None else found.detach()
 
 

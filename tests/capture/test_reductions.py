@@ -284,6 +284,37 @@ def test_a_loss_whose_gradient_does_not_add_up_is_refused_though_its_value_does(
     assert held.adds_up(F.cross_entropy, BY_ROWS)
 
 
+def in_16_bits(output, labels):
+    return F.cross_entropy(output.bfloat16().float(), labels)
+
+
+def of_its_teacher(output, labels):
+    """Its gradient is rounding alone."""
+    return F.kl_div(F.log_softmax(output / 2, 1), F.softmax(output.detach() / 2, 1), reduction="batchmean")
+
+
+@pytest.mark.parametrize("loss", [in_16_bits, of_its_teacher])
+def test_a_gradient_that_differs_by_its_rounding_adds_up(loss):
+    output, labels = torch.randn(9, 4), torch.arange(9) % 4
+    assert reduction_of(loss, (4,), torch.float32, labels, labels[:0], batch=9).kind is Kind.ROWS
+    held = Held(2)
+    held.add(output[:5], labels[:5])
+    held.add(output[5:], labels[5:])
+    assert held.adds_up(loss, BY_ROWS)
+
+
+def test_values_are_compared_where_gradients_cannot_be():
+    """Huber's loss has none for outputs of 64 bits and labels of 32, as which they are compared."""
+
+    def worst(output, labels):
+        return F.huber_loss(output, labels, reduction="none").sort().values[:2].mean()
+
+    held = Held(2)
+    for part in (torch.arange(4.0), torch.arange(4.0, 8.0)):
+        held.add(part, torch.zeros(4))
+    assert not held.adds_up(worst, BY_ROWS) and held.adds_up(F.huber_loss, BY_ROWS)
+
+
 def with_margin(output, labels):
     output[range(len(output)), labels] -= 0.5
     return F.cross_entropy(output, labels)
