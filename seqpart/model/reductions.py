@@ -305,8 +305,7 @@ def near(one: float, other: float, scale: float) -> bool:
 
 
 def near_all(one: torch.Tensor, other: torch.Tensor, rounding: float = 0.0) -> bool:
-    """True if two gradients are near, by the largest of their numbers, or cannot be compared. Rounding is coarser where they are
-    made in 16 bits."""
+    """True if two gradients are near, by the largest of their numbers, or cannot be compared. 16 bits are rounded more."""
     largest = torch.maximum(one.abs().max(), other.abs().max()) if one.numel() else torch.zeros(())
     if not largest.isfinite():
         return True

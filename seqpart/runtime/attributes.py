@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Subset, TensorDataset
 
 from seqpart.errors import OptionError
 from seqpart.model.inspection import OF_TORCH, is_plain
@@ -50,10 +51,13 @@ def _look(value: object) -> object:
 
 
 def looks_of_data(data: Any, rows: int, depth: int = 4) -> list[object]:
-    """Returns looks at the tensors of so many rows, or more, in a pair or a dict, or in a data set that holds them."""
+    """Returns looks at the tensors of so many rows, or more, in a pair, a dict or a TensorDataset, or a subset of it. A data
+    set of the user's own may hold other tensors, such as predictions."""
     if isinstance(data, torch.Tensor):
         return [_look(data)] if data.ndim and len(data) >= rows else []
-    held = data if isinstance(data, tuple | dict) else getattr(data, "__dict__", ())
+    held: Any = data if isinstance(data, tuple | dict) else ()
+    if isinstance(data, TensorDataset | Subset):
+        held = data.tensors if isinstance(data, TensorDataset) else (data.dataset,)
     if not depth or len(held) > _MOST:
         return []
     return [look for one in (held.values() if isinstance(held, dict) else held) for look in looks_of_data(one, rows, depth - 1)]

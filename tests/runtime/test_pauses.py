@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from seqpart import Interrupted, Trainer
 from seqpart.errors import DataError, ModelError, OptionError
@@ -667,3 +667,28 @@ def test_rows_that_are_kept_are_refused_where_they_are_changed(given, tmp_path):
         return
     with pytest.raises(DataError, match="a tensor of the data was changed during a run"):
         made.fit(data, callbacks=[Relabel()])
+
+
+def test_a_data_set_of_one_s_own_may_hold_tensors_that_are_no_rows(tmp_path):
+    """Its predictions, one for each row, were taken for labels that a callback changed."""
+
+    class Predicted(Dataset):
+        def __init__(self):
+            self.predictions = torch.zeros(len(ROWS[0]))
+
+        def __len__(self):
+            return len(ROWS[0])
+
+        def __getitem__(self, number):
+            return ROWS[0][number], ROWS[1][number]
+
+    rows = Predicted()
+
+    class Predicts:
+        def on_epoch(self, event):
+            rows.predictions += 1
+
+    Trainer(net(), None, adamw, mem_limit="2GB", method="full", epochs=2, batch_size=8, quiet=True, output_dir=tmp_path).fit(
+        rows, callbacks=[Predicts()]
+    )
+    assert rows.predictions.eq(2).all()
