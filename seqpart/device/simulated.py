@@ -45,6 +45,7 @@ class SimulatedDevice(Accelerator):
         super().__init__()
         # An index tells what is asked of the device from what is asked of the processor, on which both are made.
         self.torch, self.hardware = torch.device("cpu", 0), hardware
+        self._name = f"simulated {hardware.name}"
         self.streams = Streams(tuple(_COPIES.values()), seed)
         self._allocator = CachingAllocator(hardware.memory - hardware.context)
         self._memories: dict[int, Memory] = {}
@@ -59,7 +60,7 @@ class SimulatedDevice(Accelerator):
 
     @property
     def name(self) -> str:
-        return f"simulated {self.hardware.name}"
+        return self._name
 
     def total_memory(self) -> int:
         return self.hardware.memory
