@@ -167,7 +167,8 @@ def _traced(asked: _Asked) -> tuple[Chain, Program, Program]:
             never = labels is not None or model._backward_hooks or model._backward_pre_hooks or _without_draws(model)
             if module in whole or (module is model and never):
                 raise _uncut(first or error, error, asked) from error
-            reasons = {one: why for one, why in reasons.items() if one not in set(module.modules())}
+            inside = set(module.modules())
+            reasons = {one: why for one, why in reasons.items() if one not in inside}
             whole |= {one for one in model.modules() if type(one) is type(module)} if error.alike else {module}
             cure = _without_draws(model).removesuffix(".") if "random number" in error.why else ""
             where = error.where or error.path or type(model).__name__

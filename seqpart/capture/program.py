@@ -246,11 +246,11 @@ class OwnBackward:
 
 
 class Differs(Exception):
-    """Two recorded runs of one model differ: `op` of the first from the other's."""
+    """Two recorded runs of one model differ in these calls; `op` is the one deepest inside."""
 
-    def __init__(self, op: Op, other: Op) -> None:
-        super().__init__(op.where)
-        self.op = max(op, other, key=depth)
+    def __init__(self, *ops: Op) -> None:
+        super().__init__(ops[0].where)
+        self.op = max(ops, key=depth)
 
 
 def depth(op: Op) -> int:
@@ -280,7 +280,7 @@ def generalised(one: Program, other: Program, rows: int, other_rows: int) -> Pro
             raise Differs(first, second) from None
         ops.append(_with_common_results(replace(first, args=args, kwargs=kwargs), second))
     if len(one.ops) != len(other.ops):
-        raise Differs(*2 * [max(one.ops, other.ops, key=len)[len(ops)]])
+        raise Differs(max(one.ops, other.ops, key=len)[len(ops)])
     both = ((number, shape[:1], other.shapes.get(number, ())[:1]) for number, shape in one.shapes.items())
     follows = frozenset(number for number, *firsts in both if firsts == [(rows,), (other_rows,)])
     loss = generalised(one.loss, other.loss, rows, other_rows) if one.loss and other.loss else None

@@ -69,8 +69,10 @@ def heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bool = F
     replaced: most bytes of gradients that are made while saved activations are freed, or of the latter if they are fewer.
     streamed: True if partitions come and go in each update, or may.
     """
-    wanted = 0 if several or streamed else _with_holes(alive) if pieces_join() else alive * _FOR_ONE
-    return max(wanted, least_heap_for(alive, replaced, several=several, streamed=streamed))
+    least = least_heap_for(alive, replaced, several=several, streamed=streamed)
+    if several or streamed:
+        return least
+    return max(least, _with_holes(alive) if pieces_join() else alive * _FOR_ONE)
 
 
 def least_heap_for(alive: int, replaced: int = 0, *, several: bool, streamed: bool = False) -> int:

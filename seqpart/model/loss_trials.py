@@ -4,8 +4,9 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -20,13 +21,13 @@ from seqpart.model.reductions import (
     BY_ROWS,
     Kind,
     Reduction,
+    add_up,
     finite_count,
     gradient_of,
     holds,
     is_ours,
     name_of,
     near,
-    near_all,
     one_loss,
     pair_of,
     stated_reduction,
@@ -41,12 +42,10 @@ _FEW_LABELS = 1 << 16
 _LOOKED_AT = 1 << 22
 """Most numbers that are searched for them, in labels as large as images."""
 
-
 _REMEMBERS = (
     "the same outputs have another loss when it is called again. What it counts or remembers from call to call is in no "
     "checkpoint, and changed by trials. Set such a number between updates: in a callback's on_step, or in a loop of your own."
 )
-
 
 _CURE = (
     "What its mean is divided by must be known, or training would depend on the memory limit: let it return (sum, count), give "
@@ -181,14 +180,6 @@ class _Tried(NamedTuple):
     gradient: torch.Tensor
 
 
-def _add_up(tries: Sequence[_Tried], factors: Sequence[float]) -> bool:
-    """True if loss and gradient of the first, times its factor, are the sum of the others', times theirs. A loss that divides
-    by its own value adds up, and its gradient does not."""
-    whole, *parts = [(one.loss * factor, one.gradient * factor) for one, factor in zip(tries, factors, strict=True)]
-    alike = near_all(whole[1], torch.cat([part for _, part in parts]))
-    return alike and near(whole[0], sum(loss for loss, _ in parts), abs(whole[0]) + sum(abs(loss) for loss, _ in parts))
-
-
 class _Trial:
     def __init__(
         self, loss: Any, reduction: Reduction | None, shape: tuple[int, ...], dtype: torch.dtype, labels: torch.Tensor
@@ -263,7 +254,8 @@ class _Trial:
         if len(counts) == 3 and near(counts[0], counts[1] + counts[2], counts[0]):
             # A loss that returns (sum, count) has given the sum already.
             factors[Kind.COUNTED] = [1.0] * 3 if self._known is None else counts
-        return {kind for kind, own in factors.items() if _add_up(tries, own)}
+        values, gradients = [one.loss for one in tries], [one.gradient for one in tries]
+        return {kind for kind, by in factors.items() if add_up([*map(mul, values, by)], [*map(mul, gradients, by)])}
 
     def _try(self, output: torch.Tensor, labels: torch.Tensor) -> "_Tried":
         """Tries the loss once; a mean over nothing is 0."""

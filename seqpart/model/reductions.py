@@ -15,7 +15,7 @@ import enum
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeGuard
@@ -91,7 +91,12 @@ class LossValue(NamedTuple):
         return {name: self._total(part) for name, part in self.parts.items()}
 
     def _total(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss.detach().double() * (1.0 if self.kind is Kind.SUM else self.weight)
+        return loss.detach().double() * self.factor
+
+    @property
+    def factor(self) -> float:
+        """Factor of the loss in a sum over micro-batches."""
+        return 1.0 if self.kind is Kind.SUM else self.weight
 
 
 def loss_value(
@@ -263,27 +268,19 @@ class Held:
             or (isinstance(loss, nn.Module) and any(True for _ in loss.buffers()))
         ):
             return True
-        whole = torch.cat([output for output, _ in self._parts]), torch.cat([labels for _, labels in self._parts])
-        devices = [whole[0].device] if whole[0].is_cuda else []
+        outputs, labels = ([torch.cat(parts), *parts] for parts in zip(*self._parts, strict=True))
+        devices = [outputs[0].device] if outputs[0].is_cuda else []
         with torch.random.fork_rng(devices=devices), generators_left_alone(), warnings.catch_warnings(action="ignore"):
             try:
-                with torch.autocast(whole[0].device.type, enabled=False), torch.enable_grad():
-                    outputs = [output.double().requires_grad_() for output in (whole[0], *(one for one, _ in self._parts))]
-                    labels = [whole[1], *(one for _, one in self._parts)]
+                with torch.autocast(outputs[0].device.type, enabled=False), torch.enable_grad():
+                    outputs = [output.double().requires_grad_() for output in outputs]
                     found = [loss_value(loss, reduction, one.clone(), own) for one, own in zip(outputs, labels, strict=True)]
-                    factors = [1.0 if one.kind is Kind.SUM else one.weight for one in found]
-                    gradient, *gradients = [
-                        factor * gradient_of(one.loss, output)
-                        for one, factor, output in zip(found, factors, outputs, strict=True)
-                    ]
+                    gradients = [one.factor * gradient_of(one.loss, output) for one, output in zip(found, outputs, strict=True)]
             except Exception:
                 return True
-        if not near_all(gradient, torch.cat(gradients), _ROUNDING * len(gradient)):
-            return False
-        (total, *totals), (weight, *weights) = [float(one.total) for one in found], [one.weight for one in found]
-        scale = abs(total) + sum(map(abs, totals))
-        adds_up = abs(total - sum(totals)) <= 1e-4 * scale + _ROUNDING * len(whole[0])
-        return not math.isfinite(total) or (adds_up and near(weight, sum(weights), weight))
+        totals, (weight, *weights) = [float(one.total) for one in found], [one.weight for one in found]
+        alike = add_up(totals, gradients, _ROUNDING * len(labels[0])) and near(weight, sum(weights), weight)
+        return alike or not math.isfinite(totals[0])
 
 
 _ROUNDING = 1e-6
@@ -302,6 +299,14 @@ def refuse_parts(loss: LossFunction, batch: int) -> NoReturn:
 
 def near(one: float, other: float, scale: float) -> bool:
     return abs(one - other) <= 1e-4 * scale
+
+
+def add_up(losses: Sequence[float], gradients: Sequence[torch.Tensor], rounding: float = 0.0) -> bool:
+    """True if loss and gradient of a whole, the first, are the sums of its parts'. A loss that divides by its own value adds
+    up, and its gradient does not. rounding: a further tolerance."""
+    (loss, *parts), (gradient, *others) = losses, gradients
+    scale = abs(loss) + sum(map(abs, parts))
+    return near_all(gradient, torch.cat(others), rounding) and abs(loss - sum(parts)) <= 1e-4 * scale + rounding
 
 
 def near_all(one: torch.Tensor, other: torch.Tensor, rounding: float = 0.0) -> bool:

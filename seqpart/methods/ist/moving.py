@@ -5,7 +5,6 @@ from it; an element of no part, where a row of one meets a column of another, st
 and their mean comes back.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -167,7 +166,8 @@ def _average(rows: Rows, dtype: torch.dtype, parts: "Sequence[_PartSource]") -> 
         wide = torch.promote_types(dtype, torch.float32)
         differing = sum((other.to(wide).sub_(first) for other in others), torch.zeros((), dtype=wide))
         first = (first + differing / len(parts)).to(dtype)
-    deque(others, maxlen=0)  # those of counters are passed over
+    for _ in others:  # those of counters are passed over
+        pass
     rows[:] = first.view(torch.uint8).numpy().view(rows.dtype)
 
 
