@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-LAST_LINES = 12
-"""How many of a failed program's complaint are told."""
+LAST_LINES = 40
+"""How many of a failed program's complaint are told: torchrun's own summary takes 20."""
 
 
 def command(module: str, *words: object, ranks: int = 1, python: str = sys.executable) -> list[str]:

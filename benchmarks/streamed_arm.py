@@ -102,6 +102,9 @@ def plain(arguments: argparse.Namespace) -> dict[str, Any]:
         losses.append(loss.item())
         took.append(time.perf_counter() - began)
     used_by = used.per_update(Used(), arguments.updates - WARM_UP)
+    if RANKS > 1:
+        torch.distributed.barrier()  # a rank that ends while another still waits for it is cut off
+        torch.distributed.destroy_process_group()
     return {"seconds": took[WARM_UP:], **used_by, "peak": peak_anonymous(), "loss": sum(losses) / len(losses)}
 
 
