@@ -135,98 +135,167 @@ def prefix_costs(
     in_lists: True if torch's optimizers take lists of parameters by default, as on a GPU. shares: sizes of micro-batches that
     occur, as fractions of the one that the costs were found for.
     """
-    heaps = [0] * len(shares)
-    narrow = frozen = rewritten = slot = state_slot = weights = state = waiting = gradients = flops = parameters = buffers = 0
-    alive = forward = backward = again = inference = largest = second = total = unfused = graph = 0
-    trainable, late, seconds, with_heap = False, False, (0.0, 0.0), 0.0
-    seen: list[BlockCost] = []
-    borrowed: list[BlockCost] = []
-    ties, lending = dict[int, int](), dict[int, int]()
-    lent = adding = adding_again = largest_tie = 0
-    flow, loose, held = Flow(), dict[int, int](), set[int]()
-    for block, layout in zip(blocks, states, strict=True):
-        weights, state = weights + block.weights, state + layout.nbytes
-        slot, waiting = slot + block.layout.padded_nbytes + layout.padded_nbytes, waiting + block.gradient_layout.padded_nbytes
-        state_slot += layout.padded_nbytes
-        frozen, narrow = frozen + block.frozen, narrow + block.narrow.nbytes
-        rewritten += block.weights if block.trainable or block.buffers else 0
-        seen.append(block)
-        for owner, (number, nbytes) in zip(block.borrows, block.tied, strict=True):
-            if any(owner is other for other in seen):
-                lending[id(owner)] -= 1
-                lent -= 0 if lending[id(owner)] else owner.lent
-                adding, adding_again = (adding, adding_again) if lent else (0, 0)
-                continue
-            largest_tie = max(largest_tie, min(nbytes, max(spec.nbytes for spec in owner.layout.specs)))
-            if not any(owner is other for other in borrowed):
-                borrowed.append(owner)
-                slot += owner.layout.padded_nbytes
-                ties[number] = nbytes
-        new, over, given_inside = flow.take(block)
-        # A value without a gradient dies after its last use, unless a block that learns saves it for backward.
-        if any(value.learns for value in block.gives):
-            saved = {value.number: loose.pop(value.number) for value in block.takes if value.number in loose}
-            held |= saved.keys() | {value.number for value in block.gives}
-            alive, graph = alive + sum(saved.values()), graph + sum(round_up(size, ALIGNMENT) for size in saved.values())
-        else:
-            loose |= {value.number: value.nbytes for value in block.gives}
-        forward = max(forward, alive + block.forward_peak)
-        # The gradient that comes from the successor is as large as the output. All blocks after this one have
-        # left their gradients by the time an earlier block runs backward, hence `backward + block.gradients`; and gradients of
-        # values that skip a block wait meanwhile, `over`, also of values that are taken here for the first time, `new`.
-        start = alive + block.saved_alone + block.output + over
-        backward = max(backward + block.gradients + new, start + block.backward_peak)
-        again = max(again + new, start + block.accumulate_peak)
-        lent, lending[id(block)] = lent + block.lent, block.borrowers
-        adding = max(adding + block.gradients + new, start + block.backward_peak + block.lent) if lent else 0
-        adding_again = max(adding_again + new, start + block.accumulate_peak + block.lent) if lent else 0
-        kept = alive + block.saved_alone
-        alive += block.saved
-        graph += sum(round_up(size, ALIGNMENT) for size in block.saved_sizes)
+    homes, ties, passes, learned, heaps = _Homes(), _Ties(), _Passes(), _Learned(), [0] * len(shares)
+    inference = flops = 0
+    late, timed, with_heap = False, (0.0, 0.0), 0.0
+    for block, state in zip(blocks, states, strict=True):
+        homes.take(block, state)
+        ties.take(block)
+        given_inside = passes.take(block, ties)
+        learned.take(block)
         for index, share in enumerate(shares):
             sizes = (int(size * share) for size in block.saved_sizes)
             heaps[index] += sum(size for size in sizes if size < heap_below)
-        heap = max(heaps)
-        gradients += block.gradients
-        buffers += block.buffers
         inference = max(inference, block.inference_peak + given_inside)
         flops += block.head_flops + (0 if block.forward_seconds else block.flops)
-        seconds = seconds[0] + block.forward_seconds, seconds[1] + block.backward_seconds
+        timed = timed[0] + block.forward_seconds, timed[1] + block.backward_seconds
         with_heap += block.kept_seconds or COMPUTING_SHARE * (block.forward_seconds + block.backward_seconds)
-        trained = [spec for spec in block.layout.specs if spec.name in block.trainable]
-        parameters += sum(spec.nbytes // spec.dtype.itemsize for spec in trained)
-        second, largest = sorted([second, largest, *(spec.nbytes for spec in trained)])[-2:]
-        total += sum(spec.nbytes for spec in trained)
-        unfused = max([unfused, *(spec.nbytes for spec in trained if spec.dtype.is_complex)])
         late = late or block.writes_late
-        trainable = trainable or block.gradients > 0 or bool(trained)  # also where all that learns is lent to it
+
         loss_peak, targets = loss_of(block)
-        came, leaving = flow.came, flow.leaving
-        copied, output = sum(value.nbytes for value in flow.written), sum(value.nbytes for value in leaving)
-        own = sum(value.nbytes for value in came) + copied + targets
-        earlier = sum(value.nbytes for value in leaving if value.number in held and value.giver != block.gives[-1].giver)
-        rows = came[0].rows
-        step_room = 0 if optimizer is None else optimizer.step_room(largest, second, total, in_lists=in_lists)
-        if optimizer is not None and optimizer.begins_itself:
-            step_room += state  # which it makes in a first step, beside the home that this then goes to
+        came, leaving, heap = passes.flow.came, passes.flow.leaving, max(heaps)
+        copied, output = sum(value.nbytes for value in passes.flow.written), sum(value.nbytes for value in leaving)
+        beside = sum(value.nbytes for value in came) + copied + targets + homes.buffers
+        outside = (value for value in leaving if value.number in passes.held)
+        earlier = sum(value.nbytes for value in outside if value.giver != block.gives[-1].giver)
+        forward = max(passes.forward, passes.alive + loss_peak)
         yield PartitionCost(
-            weights=weights, rewritten=rewritten,
-            borrowed=sum(owner.weights for owner in borrowed), ties=tuple(ties.items()), lent=lent, state=state,
-            largest_tie=largest_tie, slot=slot, state_slot=state_slot, waiting=waiting, gradients=gradients,
-            saved=alive + copied, kept=kept + copied + buffers - earlier,
-            graph=graph + sum(round_up(value.nbytes, ALIGNMENT) for value in came) + round_up(copied, ALIGNMENT),
-            forward_peak=own + buffers + forward, buffers=buffers, entering=came, leaving=leaving,
-            train_peak=own + buffers + max(forward, alive + loss_peak, max(backward, adding) + heap),
-            accumulate_peak=own + buffers + gradients + max(
-                forward, alive + loss_peak, max(again, adding_again) + heap
-            ),
-            inference_peak=own + heap + max(inference, output + loss_peak),
-            update_peak=own + buffers + heap + gradients + step_room + 3 * unfused,
-            row_flops=flops // rows,
-            parameters=parameters, frozen=frozen, narrow=narrow, trainable=trainable, writes_late=late,
-            forward_seconds=seconds[0], backward_seconds=seconds[1], rows=rows,
-            kept_share=with_heap / sum(seconds) if with_heap else COMPUTING_SHARE,
+            weights=homes.weights, rewritten=homes.rewritten, state=homes.state, slot=homes.slot + ties.slot,
+            state_slot=homes.state_slot, waiting=homes.waiting, buffers=homes.buffers, narrow=homes.narrow,
+            borrowed=sum(owner.weights for owner in ties.owners), ties=tuple(ties.used.items()), lent=ties.lent,
+            largest_tie=ties.largest, gradients=passes.gradients, saved=passes.alive + copied,
+            kept=passes.kept + copied + homes.buffers - earlier,
+            graph=passes.graph + sum(round_up(value.nbytes, ALIGNMENT) for value in came) + round_up(copied, ALIGNMENT),
+            forward_peak=beside + passes.forward,
+            train_peak=beside + max(forward, max(passes.backward, passes.adding) + heap),
+            accumulate_peak=beside + passes.gradients + max(forward, max(passes.again, passes.adding_again) + heap),
+            inference_peak=beside - homes.buffers + heap + max(inference, output + loss_peak),
+            update_peak=beside + heap + passes.gradients + learned.step_room(optimizer, homes.state, in_lists=in_lists),
+            entering=came, leaving=leaving, rows=came[0].rows, row_flops=flops // came[0].rows,
+            parameters=learned.count, frozen=homes.frozen, trainable=learned.any, writes_late=late,
+            forward_seconds=timed[0], backward_seconds=timed[1],
+            kept_share=with_heap / sum(timed) if with_heap else COMPUTING_SHARE,
         )  # fmt: skip
+
+
+class _Homes:
+    """Bytes of the blocks' homes, and of the slot that these are loaded into."""
+
+    def __init__(self) -> None:
+        self.weights = self.rewritten = self.state = self.slot = self.state_slot = self.waiting = 0
+        self.buffers = self.frozen = self.narrow = 0
+
+    def take(self, block: BlockCost, state: Layout) -> None:
+        self.weights += block.weights
+        self.rewritten += block.weights if block.trainable or block.buffers else 0
+        self.state += state.nbytes
+        self.slot += block.layout.padded_nbytes + state.padded_nbytes
+        self.state_slot += state.padded_nbytes
+        self.waiting += block.gradient_layout.padded_nbytes
+        self.buffers += block.buffers
+        self.frozen += block.frozen
+        self.narrow += block.narrow.nbytes
+
+
+class _Ties:
+    """Parameters that blocks of the partition share with one another, with earlier partitions and with later ones."""
+
+    def __init__(self) -> None:
+        self._seen: list[BlockCost] = []
+        self._borrowers: dict[int, int] = {}
+        """{id of a block of the partition: number of blocks after the last one that use its parameters}."""
+        self.owners: list[BlockCost] = []
+        """Blocks of earlier partitions whose homes are loaded too, in `slot` bytes."""
+        self.used: dict[int, int] = {}
+        """{number of such a block: bytes of its parameters that are used}."""
+        self.slot = self.largest = 0
+        self.lent = self.lent_before = 0
+        """Bytes of own parameters that blocks after the last one use; of these, parameters of blocks before the last one."""
+
+    def take(self, block: BlockCost) -> None:
+        self._seen.append(block)
+        for owner, (number, nbytes) in zip(block.borrows, block.tied, strict=True):
+            if any(owner is other for other in self._seen):
+                self._borrowers[id(owner)] -= 1
+                self.lent -= 0 if self._borrowers[id(owner)] else owner.lent
+                continue
+            self.largest = max(self.largest, min(nbytes, max(spec.nbytes for spec in owner.layout.specs)))
+            if not any(owner is other for other in self.owners):
+                self.owners.append(owner)
+                self.slot += owner.layout.padded_nbytes
+                self.used[number] = nbytes
+        self.lent_before = self.lent
+        self.lent, self._borrowers[id(block)] = self.lent + block.lent, block.borrowers
+
+
+class _Passes:
+    """Bytes alive during a forward and a backward pass, activations and gradients, beside those of the entering values."""
+
+    def __init__(self) -> None:
+        self.flow = Flow()
+        self.alive = self.kept = self.graph = self.gradients = 0
+        """Bytes after the last block's forward pass; without its output; those of the graph, each storage aligned."""
+        self.forward = self.backward = self.again = 0
+        """Most bytes of a forward pass; of a backward pass; of one after which gradients are added to earlier ones."""
+        self.adding = self.adding_again = 0
+        """The same of backward passes, where gradients of parameters that later partitions use come, and are added."""
+        self._loose: dict[int, int] = {}
+        """{value without a gradient that no block has saved so far: its bytes}."""
+        self.held = set[int]()
+        """Values that blocks have saved."""
+
+    def take(self, block: BlockCost, ties: _Ties) -> int:
+        """Returns the bytes of values given inside that are there while the block runs."""
+        new, over, given_inside = self.flow.take(block)
+        # A value without a gradient dies after its last use, unless a block that learns saves it for backward.
+        if any(value.learns for value in block.gives):
+            saved = {value.number: self._loose.pop(value.number) for value in block.takes if value.number in self._loose}
+            self.held |= saved.keys() | {value.number for value in block.gives}
+            self.alive += sum(saved.values())
+            self.graph += sum(round_up(size, ALIGNMENT) for size in saved.values())
+        else:
+            self._loose |= {value.number: value.nbytes for value in block.gives}
+        self.forward = max(self.forward, self.alive + block.forward_peak)
+        self.kept = self.alive + block.saved_alone
+        # The gradient that comes from the successor is as large as the output. All blocks after this one have
+        # left their gradients by the time an earlier block runs backward, hence `+ block.gradients`; and gradients of
+        # values that skip a block wait meanwhile, `over`, also of values that are taken here for the first time, `new`.
+        start = self.kept + block.output + over
+        first, further = start + block.backward_peak, start + block.accumulate_peak
+        self.backward = max(self.backward + block.gradients + new, first)
+        self.again = max(self.again + new, further)
+        adding, adding_again = (self.adding, self.adding_again) if ties.lent_before else (0, 0)
+        self.adding = max(adding + block.gradients + new, first + block.lent) if ties.lent else 0
+        self.adding_again = max(adding_again + new, further + block.lent) if ties.lent else 0
+        self.alive += block.saved
+        self.graph += sum(round_up(size, ALIGNMENT) for size in block.saved_sizes)
+        self.gradients += block.gradients
+        return given_inside
+
+
+class _Learned:
+    """The parameters that an optimizer step changes: their number, and the bytes that decide what a step takes."""
+
+    def __init__(self) -> None:
+        self.count, self.any = 0, False
+        self._largest = self._second = self._total = self._unfused = 0
+
+    def take(self, block: BlockCost) -> None:
+        specs = [spec for spec in block.layout.specs if spec.name in block.trainable]
+        self.any = self.any or block.gradients > 0 or bool(specs)  # also where all that learns is lent to it
+        self.count += sum(spec.nbytes // spec.dtype.itemsize for spec in specs)
+        self._second, self._largest = sorted([self._second, self._largest, *(spec.nbytes for spec in specs)])[-2:]
+        self._total += sum(spec.nbytes for spec in specs)
+        self._unfused = max([self._unfused, *(spec.nbytes for spec in specs if spec.dtype.is_complex)])
+
+    def step_room(self, optimizer: Optimizer | None, state: int, *, in_lists: bool) -> int:
+        """Returns the bytes that a step takes for a moment, of an optimizer with `state` bytes."""
+        room = 3 * self._unfused
+        if optimizer is not None:
+            room += optimizer.step_room(self._largest, self._second, self._total, in_lists=in_lists)
+            if optimizer.begins_itself:
+                room += state  # which it makes in a first step, beside the home that this then goes to
+        return room
 
 
 class Flow:
