@@ -125,6 +125,10 @@ def inline(path: str, tensor: torch.Tensor) -> Any:
     return ["v", CODES[tensor.dtype], list(tensor.shape), flat.numpy().tobytes().hex()]
 
 
+def _tensor_of(tensors: Mapping[str, torch.Tensor], device: torch.device, found: Sequence[Any]) -> torch.Tensor:
+    return tensors[found[1]] if found[0] == "t" else _from_inline(found, device)
+
+
 def _from_inline(found: Sequence[Any], device: torch.device) -> torch.Tensor:
     _, code, shape, text = found
     flat = torch.frombuffer(bytearray.fromhex(text) or bytearray(1), dtype=torch.uint8)
@@ -263,7 +267,7 @@ class Knowledge:
         """Sets the parameter's state to what `state` returned, made of these tensors."""
         for part, state in zip(self._parts, states, strict=True):
             if state is not None:
-                part.state[parameter] = unplain(state, lambda found: tensors[found[1]], self._classes)
+                part.state[parameter] = unplain(state, partial(_tensor_of, tensors, parameter.device), self._classes)
             else:
                 part.state.pop(parameter, None)
 
@@ -396,7 +400,7 @@ class AtHome:
 
 def _kept(
     views: Mapping[str, torch.Tensor], moved: list[tuple[torch.Tensor, torch.Tensor]], path: str, tensor: torch.Tensor
-) -> list[str]:
+) -> Any:
     """A `Keep` for tensors that lie in `views`; those that do not are added to `moved`."""
     view = views.get(path)
     if (
@@ -404,6 +408,8 @@ def _kept(
         or type(tensor) not in (torch.Tensor, nn.Parameter)
         or (view.shape, view.dtype) != (tensor.shape, tensor.dtype)
     ):
+        if view is not None and type(tensor) is torch.Tensor and tensor.ndim == 0:  # a number in place of equal ones
+            return inline(path, tensor)
         was = "there was none in the trial steps" if view is None else f"it was {_in_words(view)} in the trial steps"
         raise NoHomeError(f"{path!r} is {_in_words(tensor)}, and {was}")
     if tensor is not view and (tensor.data_ptr() != view.data_ptr() or tensor.stride() != view.stride()):

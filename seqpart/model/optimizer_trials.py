@@ -8,7 +8,7 @@ that the optimizer makes in its own first step, with plain data beside it; last 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import prod
@@ -109,14 +109,23 @@ def explore(name: str, build: BuildNamed, wanted: Mapping[TensorSpec, str], foun
     Raises OptionError for one that refuses a kind of parameter, and for one that knows what can have no home.
     """
     with without_compiler(), torch.random.fork_rng(devices=[]):
-        trial = _Trial(name, build, found.classes, dict(wanted))
-        laid = trial.laid_out(wanted, 1 if is_known else _STEPS)
-        if is_known or not wanted:
-            found.states.update({kind: state[:-1] for kind, state in laid.items()})
-            return
-        way, joint, counts = trial.way(trial.for_real(wanted, laid))
-        found.states.update({kind: state if way is _Way.TEXTS else state[:-1] for kind, state in laid.items()})
-        found.joint, found.counts = found.joint or joint, found.counts or counts
+        try:
+            _explore(_Trial(name, build, found.classes, dict(wanted)), wanted, found, is_known=is_known)
+        except OptionError:
+            other = _Trial(name, build, found.classes, dict(wanted), answer=True)
+            with suppress(OptionError):  # the first refusal says more
+                return _explore(other, wanted, found, is_known=is_known)
+            raise
+
+
+def _explore(trial: "_Trial", wanted: Mapping[TensorSpec, str], found: Found, *, is_known: bool) -> None:
+    laid = trial.laid_out(wanted, 1 if is_known else _STEPS)
+    if is_known or not wanted:
+        found.states.update({kind: state[:-1] for kind, state in laid.items()})
+        return
+    way, joint, counts = trial.way(trial.for_real(wanted, laid))
+    found.states.update({kind: state if way is _Way.TEXTS else state[:-1] for kind, state in laid.items()})
+    found.joint, found.counts = found.joint or joint, found.counts or counts
 
 
 def temporaries(build: Build, *, in_lists: bool = False) -> Temporaries:
@@ -167,12 +176,16 @@ def looks_at_whole(build: Build) -> bool:
 
 class _Halves(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode for steps on fake tensors, which have no values: a step that reads a number gets 1/2 (no division by zero), 1 or
-    False. Kernels without a fake version that return nothing are skipped."""
+    `answer`. Kernels without a fake version that return nothing are skipped."""
+
+    def __init__(self, answer: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._answer = answer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
-            return False if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1
+            return self._answer if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1
         try:
             return func(*args, **(kwargs or {}))
         except UnsupportedOperatorException:
@@ -182,9 +195,9 @@ class _Halves(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _without_numbers() -> Iterator[None]:
+def _without_numbers(answer: bool = False) -> Iterator[None]:
     # No fallback kernels: torch would run those that it knows no shapes of on real tensors, which may be as large as the model.
-    with put_off(), FakeTensorMode(allow_fallback_kernels=False), _Halves():  # type: ignore[no-untyped-call]
+    with put_off(), FakeTensorMode(allow_fallback_kernels=False), _Halves(answer):
         yield
 
 
@@ -195,11 +208,13 @@ class _Trial:
     classes: Classes
     names: dict[TensorSpec, str]
     """{kind: name of a parameter of that kind}."""
+    answer: bool = False
+    """What a step on fake tensors gets where it asks for a truth: Prodigy keeps a copy of parameters that are not all zeros."""
 
     def laid_out(self, wanted: Iterable[TensorSpec], steps: int) -> dict[TensorSpec, State]:
         """Finds the state of each kind by steps. The text is the last."""
         try:
-            with _without_numbers():
+            with _without_numbers(self.answer):
                 states = self._after(steps, list(wanted))
         except Exception:  # find out which one failed
             states = [self._alone(steps, kind) for kind in wanted]
@@ -212,7 +227,7 @@ class _Trial:
         """State of a parameter of that kind, with real numbers if fake tensors fail and it is small."""
         error: Exception
         try:
-            with _without_numbers():
+            with _without_numbers(self.answer):
                 return self._after(steps, [kind])[0]
         except Exception as failed:
             error = failed
