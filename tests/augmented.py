@@ -71,13 +71,13 @@ def network():
     return [lambda: nn.Linear(WIDTH, 12), lambda: nn.Sequential(nn.ReLU(), nn.Linear(12, CLASSES))]
 
 
-def trained(folder, train, test=None, *, name="run", resume=None, **options):
+def trained(folder, train, test=None, *, name="run", resume=None, callbacks=(), **options):
     options = {
         "method": "full", "mem_limit": "2GB", "epochs": EPOCHS, "optimizer": "sgd", "lr": 0.1, "seed": SEED, "quiet": True,
         "save_every": "never", **options,
     }  # fmt: skip
     trainer = Trainer(network(), output_dir=folder / name, **options)
-    return trainer.fit(train, clean(9) if test is None else test, resume=resume)
+    return trainer.fit(train, clean(9) if test is None else test, resume=resume, callbacks=callbacks)
 
 
 def bits(result):

@@ -2,10 +2,10 @@
 collate_fn."""
 
 import itertools
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from seqpart.capture.inputs import PADS, as_tensor, described, is_several, refuse_text
+from seqpart.data.generators import own_generators, seed_generators
 from seqpart.data.reader import Ints
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, copy_rows, refuse_nested, split_of, unreadable, x_and_y
@@ -39,15 +40,10 @@ class Draws:
         return keyed_seed(self.seed, what, self.split, self.stage, self.epoch, int(number))
 
 
-def seed_generators(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-
-
-def seed_row(seed: int, epoch: int, index: int) -> None:
-    """Seeds the generators as a run of that seed does before it reads item `index` in a training epoch (from 1)."""
-    seed_generators(Draws(seed, "train", 0, epoch).seed_for("row", index))
+def seed_row(seed: int, epoch: int, index: int, items: Any = None) -> None:
+    """Seeds the generators as a run of that seed does before it reads item `index` of the data set `items` in a training epoch
+    (from 1). Without `items`, generators that these hold for themselves are left alone."""
+    seed_generators(Draws(seed, "train", 0, epoch).seed_for("row", index), own_generators(items))
 
 
 def row_order(seed: int, epoch: int, count: int) -> Ints:
@@ -187,6 +183,12 @@ class SourceReader:
         self._begun = self._ended = 0
         """In a stream: the number of the item with which it began last, and how often it has ended in this pass."""
 
+    @cached_property
+    def _own(self) -> list[Any]:
+        """Generators of the data set's own, found before the first item is read. Those of a stream are left alone: it may order
+        its rows by them."""
+        return own_generators(None if self.source.streams else self.source.items, self.source.collate)
+
     def read(self, draws: Draws, batch: int, numbers: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         """Yields (x, labels) of the items `numbers`, in order and in pieces; `batch`: number of the pass's collated batch.
 
@@ -213,7 +215,7 @@ class SourceReader:
         try:
             if self.source.streams:
                 return self._next(draws, number)
-            seed_generators(draws.seed_for("row", number))
+            seed_generators(draws.seed_for("row", number), self._own)
             return self.source.items[number]
         except Exception as error:
             if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
@@ -255,7 +257,7 @@ class SourceReader:
 
     def _collated(self, draws: Draws, batch: int, items: list[Any]) -> tuple[Any, Any]:
         where = f"{self.source.name} data: batch {batch}"
-        seed_generators(draws.seed_for("batch", batch))
+        seed_generators(draws.seed_for("batch", batch), self._own)
         assert self.source.collate is not None
         try:
             found = self.source.collate(items)

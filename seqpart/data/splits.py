@@ -30,9 +30,9 @@ from seqpart.capture.inputs import (
     packed,
     some_rows,
 )
+from seqpart.data.generators import own_generators, states
 from seqpart.data.labels import are_several, labels_of_items, labels_of_rows, plain
 from seqpart.errors import DataError, refusing
-from seqpart.model.loss_probe import all_generators
 from seqpart.model.losses import label_dtype
 
 
@@ -348,18 +348,19 @@ def _from_items(items: Any, name: str, *, one_draw: bool) -> Split:
     several = form_of(x, f"{name} data: item 0", whole=False) if is_several(x) else ()
     dtype = torch.uint8 if several else _dtype_of(x)
     first = _row(items, 0, name, several)[0]
+    own = own_generators(items)
     targets = believed = targets_of(items)
     if _other_labels(items, name, believed, several):
-        believed, drawn = None, all_generators()
+        believed, drawn = None, states(own)
         targets = [_item(items, i, name)[1] for i in range(count)]
-        if all_generators() != drawn:
+        if states(own) != drawn:
             raise _unstable(name, "some items draw random numbers")
 
     def passes() -> Iterator[torch.Tensor]:
         for start in range(0, count, ROWS_AT_ONCE):
-            drawn = all_generators()
+            drawn = states(own)
             read = [_row(items, i, name, several) for i in range(start, min(start + ROWS_AT_ONCE, count))]
-            if not one_draw and all_generators() != drawn:
+            if not one_draw and states(own) != drawn:
                 raise _unstable(name, f"some of the items {start}..{start + len(read) - 1} draw random numbers")
             for i, (_, label) in enumerate(read if believed is not None else (), start):
                 if not _same_label(label, believed[i]):
@@ -400,9 +401,10 @@ def targets_of(items: Any) -> Any:
 def _other_labels(items: Any, name: str, targets: Any, form: Form) -> bool:
     """True if some items have other labels than `targets`. Raises UnstableRows if an item changes between two reads, or draws
     random numbers."""
-    chosen, drawn = spread(len(items), READ_TWICE), all_generators()
+    chosen, own = spread(len(items), READ_TWICE), own_generators(items)
+    drawn = states(own)
     read = {i: _row(items, i, name, form) for i in chosen}
-    draws = all_generators() != drawn
+    draws = states(own) != drawn
     first = {i: _digest(row, label) for i, (row, label) in read.items()}
     labels = {i: plain(label) for i, (_, label) in read.items()}
     del read

@@ -19,7 +19,8 @@ from torch.utils.data import (
 
 from seqpart import Trainer
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.data.source import Draws, generators_kept, row_order, seed_generators, seed_row
+from seqpart.data.generators import seed_generators
+from seqpart.data.source import Draws, generators_kept, row_order, seed_row
 from seqpart.device.device import Device
 from seqpart.errors import DataError, OptionError
 from tests.augmented import (
@@ -56,7 +57,7 @@ def plainly(items, *, batch=BATCH, epochs=EPOCHS, order=row_order, collate=None,
         for start in range(0, len(numbers), batch):
             read = []
             for index in numbers[start : start + batch]:
-                seed_row(SEED, epoch, index)
+                seed_row(SEED, epoch, index, items)
                 read.append(items[int(index)])
             if collate is None:
                 x, y = torch.stack([x for x, _ in read]), torch.tensor([y for _, y in read])

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchvision.transforms import v2
 
 from seqpart import Trainer
+from seqpart.data.generators import seed_generators
 from seqpart.data.mixing import Mixing
-from seqpart.data.source import Draws, row_order, seed_generators
+from seqpart.data.source import Draws, row_order
 from seqpart.errors import BadInput
 from tests.command import SMALL, call
 

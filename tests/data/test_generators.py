@@ -1,0 +1,117 @@
+"""Generators that a data set holds for itself are seeded before each item, as torch's, Python's and numpy's are."""
+
+import os
+import random
+import signal
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from seqpart.data.generators import own_generators, seed_generators, states
+from seqpart.data.splits import as_split
+from seqpart.errors import DataError, Interrupted
+from tests.augmented import BATCH, SEED, WIDTH, Noisy, bits, trained
+from tests.data.test_loaders import assert_plain, plainly
+
+KINDS = {
+    "numpy": lambda: (rng := np.random.default_rng(), lambda: rng.normal()),
+    "numpy, as it was": lambda: (rng := np.random.RandomState(), lambda: rng.normal()),
+    "python": lambda: (rng := random.Random(), rng.random),
+    "torch": lambda: (rng := torch.Generator(), lambda: float(torch.rand((), generator=rng))),
+}
+GLOBAL = np.random.default_rng()
+
+
+class Augmented(Noisy):
+    def __init__(self, hold, draw):
+        super().__init__()
+        self.hold, self.draw = hold, draw
+
+    def __getitem__(self, index):
+        return self.x[index] * self.draw(), int(self.targets[index])
+
+
+class OfTheModule(Noisy):
+    def __getitem__(self, index):
+        return self.x[index] + GLOBAL.normal(), int(self.targets[index])
+
+
+class Transform:
+    def __init__(self):
+        self.rng = np.random.default_rng()
+
+    def __call__(self, x):
+        return x + self.rng.normal()
+
+
+class Transformed(Noisy):
+    """As transforms of a library are held: in a list, in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.transforms = {"train": [Transform(), Transform()]}
+
+    def __getitem__(self, index):
+        x = self.x[index]
+        for transform in self.transforms["train"]:
+            x = transform(x)
+        return x, int(self.targets[index])
+
+
+SETS = {name: lambda make=make: Augmented(*make()) for name, make in KINDS.items()}
+SETS |= {"of a module": OfTheModule, "of transforms": Transformed}
+
+
+def stop(event):
+    if event.update == 7:  # in the middle of the second epoch
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("items", SETS.values(), ids=SETS)
+@pytest.mark.few(1)
+def test_a_generator_of_a_data_set_s_own_draws_the_same_in_every_process(items, tmp_path, capsys):
+    """Each worker process drew the same from its copy, and a run that went on in another process drew otherwise."""
+    whole = trained(tmp_path, items(), batch_size=BATCH)
+    assert_plain(whole, plainly(items()))
+    assert bits(whole) == bits(trained(tmp_path, items(), name="workers", batch_size=BATCH, workers=2))
+    with pytest.raises(Interrupted):
+        trained(tmp_path, items(), name="parted", batch_size=BATCH, save_every=99, callbacks=[SimpleNamespace(on_step=stop)])
+    ended = trained(tmp_path, items(), name="parted", batch_size=BATCH, resume=tmp_path / "parted", save_every=99, quiet=False)
+    assert bits(whole)[0] == bits(ended)[0]
+    assert "others each time" not in capsys.readouterr().out
+
+
+def rarely(rng, x):
+    return x + 1 if rng.random() < 1e-9 else x
+
+
+def test_an_item_that_draws_and_is_the_same_is_no_kept_row():
+    """The augmentation was frozen for good, where none of the items that are read twice had it."""
+    items = Augmented(hold := random.Random(), None)
+    items.draw = partial(rarely, hold, 1.0)
+    with pytest.raises(DataError, match="is another one when it is read again, or draws random numbers"):
+        as_split(items, "training")
+
+
+def test_generators_are_found_once_wherever_they_are_held_and_no_others():
+    ours = [np.random.default_rng(), random.Random(), torch.Generator(), np.random.RandomState()]
+
+    def closure(x):
+        return ours[1].random() * x
+
+    holder = Transform()
+    held = {"a": [ours[0]], "b": closure, "c": partial(max, ours[2]), "d": (holder.__call__, ours[3])}
+    held["all"] = [held, random, np.random, torch.default_generator, random.SystemRandom(), torch.nn.Linear(2, 2)]
+    found = own_generators(held)
+    assert len(found) == 5 and {id(one) for one in found} == {id(one) for one in (*ours, holder.rng)}
+    assert [id(one) for one in found] == [id(one) for one in own_generators(held)]
+    seed_generators(SEED, found)
+    before = states(found)
+    assert len({repr(state) for state in before}) == len(before) == 3 + 5
+    torch.rand(WIDTH, generator=ours[2])
+    assert states(found) != before
+    seed_generators(SEED, found)
+    assert states(found) == before
