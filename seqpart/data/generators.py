@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,11 @@ def _parts_of(one: Any) -> Iterator[Any]:
         yield from (value for value in named if isinstance(value, _KINDS))
     elif not isinstance(one, type | ModuleType | torch.Tensor | torch.nn.Module):
         yield from getattr(one, "__dict__", {}).values()
-        yield from (value for kind in type(one).__mro__ for value in vars(kind).values() if isinstance(value, FunctionType))
+        for kind in type(one).__mro__:
+            yield from (value for value in vars(kind).values() if isinstance(value, FunctionType))
+            yield from (
+                getattr(one, name, None) for name, value in vars(kind).items() if isinstance(value, MemberDescriptorType)
+            )
 
 
 def seed_generators(seed: int, own: Sequence[Any] = ()) -> None:

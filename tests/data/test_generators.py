@@ -47,12 +47,23 @@ class Transform:
         return x + self.rng.normal()
 
 
+class Late:
+    """Makes its generator when it needs it, and has no dict of attributes."""
+
+    __slots__ = ("rng",)
+
+    def __call__(self, x):
+        if not hasattr(self, "rng"):
+            self.rng = np.random.default_rng()
+        return x * self.rng.normal()
+
+
 class Transformed(Noisy):
     """As transforms of a library are held: in a list, in an object."""
 
     def __init__(self):
         super().__init__()
-        self.transforms = {"train": [Transform(), Transform()]}
+        self.transforms = {"train": [Transform(), Transform(), Late()]}
 
     def __getitem__(self, index):
         x = self.x[index]
@@ -75,7 +86,8 @@ def stop(event):
 def test_a_generator_of_a_data_set_s_own_draws_the_same_in_every_process(items, tmp_path, capsys):
     """Each worker process drew the same from its copy, and a run that went on in another process drew otherwise."""
     whole = trained(tmp_path, items(), batch_size=BATCH)
-    assert_plain(whole, plainly(items()))
+    _ = (plain := items())[0]  # which makes the generator of `Late`
+    assert_plain(whole, plainly(plain))
     assert bits(whole) == bits(trained(tmp_path, items(), name="workers", batch_size=BATCH, workers=2))
     with pytest.raises(Interrupted):
         trained(tmp_path, items(), name="parted", batch_size=BATCH, save_every=99, callbacks=[SimpleNamespace(on_step=stop)])
