@@ -3,7 +3,7 @@ collate_fn."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -185,12 +185,9 @@ class SourceReader:
 
     @cached_property
     def _own(self) -> list[Any]:
-        """Generators of the data set's own, which the first item that is read may make. Those of a stream are left alone: its
-        order may be theirs."""
-        items = None if self.source.streams else self.source.items
-        with suppress(Exception):  # whoever wants that item hears it
-            _ = items is not None and items[0]
-        return own_generators(items, self.source.collate)
+        """Generators of the data set's own, found when the first item is read: before a run others have been, which may make
+        them. Those of a stream are left alone: its order may be theirs."""
+        return own_generators(None if self.source.streams else self.source.items, self.source.collate)
 
     def read(self, draws: Draws, batch: int, numbers: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         """Yields (x, labels) of the items `numbers`, in order and in pieces; `batch`: number of the pass's collated batch.
