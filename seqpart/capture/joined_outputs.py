@@ -233,6 +233,17 @@ class LossOfOutputs:
         """Returns what the model returned, from the joined tensor (rows, width); unchanged if it never was joined."""
         return self._by_width[output.shape[1]].taken_from(output) if isinstance(output, torch.Tensor) else output
 
+    def folded(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns a joined gradient with all of a tensor that does not follow the rows in the first row."""
+        folded = gradient.clone()
+        parts = self._by_width[gradient.shape[1]].parts
+        for part, own in zip(parts, torch.split(folded, self._by_width[gradient.shape[1]].widths, 1), strict=False):
+            if not part.times:
+                total = own.sum(0)
+                own.zero_()
+                own[0] = total
+        return folded
+
     def row_dims(self, output: torch.Tensor) -> list[int | None]:
         """Returns the dimension of the rows of each tensor that `returned` returns, in order; None where it has none."""
         shapes = [

@@ -46,6 +46,10 @@ CONSTANTS = (
 
 _CALLS = nn.Module.__call__.__code__.co_filename
 """The file of torch that calls forward."""
+_UNTRAINED = (
+    "torch.utils.checkpoint gets nothing that requires a gradient, so with use_reentrant=True nothing in it is trained; "
+    "give use_reentrant=False"
+)
 _ROOM = 1 << 16
 """Numbers that are kept for the tensors of a block that returns several."""
 
@@ -79,6 +83,10 @@ def without_padding(x: torch.Tensor, mask: torch.Tensor, zeroes: bool) -> torch.
     kept = mask == 0
     at_the_end = (kept.int().cummin(1)[0] == kept).all()
     return x.masked_fill((at_the_end & ~kept)[..., None], 0.0)
+
+
+def _learns(found: Any) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(found))
 
 
 class Recorder(TorchFunctionMode):
@@ -161,10 +169,14 @@ class Recorder(TorchFunctionMode):
 
         def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
             bound = apply.__get__(None, kind)
+            if kind is CheckpointFunction and (not self._inside or not _learns(args)):
+                found = args[0](*args[2:])
+                if _learns(found) and not _learns(args):
+                    raise self.failed(RuntimeError(_UNTRAINED))
+                if not self._inside:  # a layer that recomputes its own graph does so inside its block
+                    return found
             if self._inside:
                 return self._hidden.run(bound, args, kwargs, self._numbers)
-            if kind is CheckpointFunction:  # a layer that recomputes its own graph does so inside its block
-                return args[0](*args[2:])
             return self._record(OwnBackward(kind), lambda: bound(*args, **kwargs), args, kwargs)
 
         def scripted(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -152,7 +152,7 @@ class LossOfSeveral:
         for name in ("counts", "scores"):  # optional methods of the user's loss
             if callable(own := getattr(loss, name, None)):
                 setattr(self, name, lambda *given, own=own: own(*given[:-1], self._apart(given[-1])))
-        for name in ("returned", "example", "of_batch", "from_layers"):  # of a loss of several outputs
+        for name in ("returned", "example", "of_batch", "from_layers", "row_dims", "folded"):  # of a loss of several outputs
             if hasattr(loss, name):
                 setattr(self, name, getattr(loss, name))
 

@@ -265,7 +265,13 @@ class SourceReader:
             if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
                 raise
             raise DataError(f"{where}: the collate_fn failed: {type(error).__name__}: {error}.") from error
-        x, y = (part if is_several(part) or hasattr(part, "shape") else as_tensor(part) for part in x_and_y(found, where))
+        try:
+            x, y = (part if is_several(part) or hasattr(part, "shape") else as_tensor(part) for part in x_and_y(found, where))
+        except (TypeError, ValueError, RuntimeError) as error:  # a dict of each row
+            raise DataError(
+                f"{where}: expected tensors from the collate_fn, with a row of each item; found lists of what is no number: "
+                f"{first_line(error)}. {PADS}"
+            ) from None
         refuse_nested(x, y, where)
         count = len(next(iter(x.values())) if isinstance(x, Mapping) else x[0] if is_several(x) else x)
         if count != len(items):

@@ -279,6 +279,9 @@ class Held:
             except Exception:
                 return True
         totals, (weight, *weights) = [float(one.total) for one in found], [one.weight for one in found]
+        folded: Any = getattr(loss, "folded", None)
+        if folded is not None:
+            gradients = [folded(gradients[0]), folded(torch.cat(gradients[1:]))]
         alike = add_up(totals, gradients, _ROUNDING * len(labels[0])) and near(weight, sum(weights), weight)
         return alike or not math.isfinite(totals[0])
 

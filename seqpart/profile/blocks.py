@@ -35,6 +35,7 @@ from seqpart.profile.fake_mode import (
     quiet_log,
     quiet_random,
     real_module,
+    refuse_changes_by_mode,
 )
 from seqpart.store.layout import ALIGNMENT, Layout
 
@@ -299,6 +300,7 @@ def _measure_module(
     narrow = CastUses(own, autocast) if narrows and autocast is not None else None
     try:
         with mode, quiet_random(), quiet_log(), with_tensors(module, tensors):
+            refuse_changes_by_mode(module, tensors)
             with SameTypes():  # type: ignore[no-untyped-call]
                 inference, flops = _watch_inference(module, tensors, taken, granule, autocast, narrow)
             found = _watch_training(block, module, tensors, taken, granule, autocast, narrow)

@@ -167,13 +167,15 @@ def _is_true(fake: Any) -> bool:
     return asks.f_code is not F.gaussian_nll_loss.__code__ and torch.Tensor.__bool__(fake)
 
 
-_NO_DATA = "its data is not allocated yet"
+_NO_DATA = "its data is not allocated yet", "not supported for tensor subclasses"
+"""What torch says of an index that is a tuple of tensors, and of `numpy()`."""
 
 
 def asks_for_values(error: BaseException) -> bool:
     """True if fake tensors failed because they have no values: a shape or a number depends on them, also one that torch reads
     in no operation, as of tensors in a tuple that is an index."""
-    return isinstance(error, DynamicOutputShapeException | DataDependentOutputException) or _NO_DATA in str(error)
+    known = isinstance(error, DynamicOutputShapeException | DataDependentOutputException)
+    return known or any(words in str(error) for words in _NO_DATA)
 
 
 def real_module(block: Block, device: torch.device) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -367,6 +369,23 @@ def changes_of(
         ys = run_fake(module, tensors, *xs, changed=changed)
     changed |= {name for name, tensor in tensors.items() if tensor.untyped_storage()._cdata in seen.storages}
     return ys, changed, seen.storages
+
+
+def refuse_changes_by_mode(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ModelError if `train` or `eval` of a module, with `tensors` in place of its own, changes a parameter."""
+    if all(type(part).train is nn.Module.train for part in module.modules()):
+        return
+    before = {name: t.untyped_storage()._cdata for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+    with Writes() as seen, torch.no_grad():
+        module.eval()
+        module.train()
+    for name, place in before.items():
+        if place in seen.storages or tensors[name].untyped_storage()._cdata != place:
+            raise ModelError(
+                f"its train() or eval() changes parameter {name} (as LoRA's layers do that merge weights in evaluation), which "
+                "only an optimizer may: such a change is lost when the partition leaves. Leave weights as they are: loralib's "
+                "layers take merge_weights=False."
+            )
 
 
 def _refuse_changes_of(

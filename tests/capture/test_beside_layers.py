@@ -613,6 +613,33 @@ def test_a_layer_that_uses_another_layer_s_weight_trains_as_a_whole_and_is_refus
         ours(made(), tmp_path / "2")
 
 
+class Recomputes(nn.Module):
+    """Recomputes its layers as scripts did before `use_reentrant=False`, behind a frozen one."""
+
+    def __init__(self, frozen=2, *, reentrant=True):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.end, self.reentrant = nn.Linear(8, 3), reentrant
+        for layer in self.layers[:frozen]:
+            layer.requires_grad_(False)
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=self.reentrant) if number else layer(x)
+        return self.end(x)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_checkpoint_that_would_leave_its_layers_untrained_is_refused(tmp_path):
+    """torch gives none of them a gradient, and here they were trained."""
+    torch.manual_seed(0)
+    for number, (frozen, reentrant) in enumerate([(0, True), (4, True), (2, False)]):
+        model = Recomputes(frozen, reentrant=reentrant)
+        same(plain(copy.deepcopy(model)), ours(model, tmp_path / str(number)))
+    with pytest.raises(ModelError, match=r"nothing that requires a gradient.*use_reentrant=False"):
+        ours(Recomputes(), tmp_path / "refused")
+
+
 class Emptied(nn.Module):
     """It has an empty parameter of its own, which is used while a pass is recomputed in backward."""
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,6 +53,30 @@ def test_a_block_that_reads_a_number_out_of_a_tensor_is_measured_with_numbers():
     (plain,), (cost,) = (measure_chain(as_chain([functools.partial(kind, 24, 10)]), (24,), 6) for kind in (nn.Linear, Scaled))
     assert cost.gradients == plain.gradients
     assert cost.saved >= plain.saved
+
+
+class Matches(nn.Linear):
+    """Matches rows by a library that knows numpy, as DETR does."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        with torch.no_grad():
+            order = np.argsort((y @ y.T).sum(1).numpy())
+        return y[torch.from_numpy(order)]
+
+
+class Matching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.matched, self.last = nn.Linear(4, 8), Matches(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.matched(self.first(x)))
+
+
+def test_a_block_that_computes_with_numpy_is_measured_and_cut_out():
+    """`numpy()` of a tensor without values has words of its own in torch: such a layer was refused."""
+    assert_same_as_whole(Matching(), torch.randn(6, 4))
 
 
 class Sorted(nn.Module):

@@ -658,6 +658,30 @@ def test_what_adds_up_is_left_alone(loss, tmp_path):
     assert parts.train_losses == pytest.approx(whole.train_losses, rel=1e-4)
 
 
+class Uncertain(nn.Module):
+    """Returns scores, and the logarithm of their variance, which is learned (https://arxiv.org/abs/1705.07115)."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.variance = nn.Sequential(*classifier()), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        return self.layers(x), self.variance
+
+
+def weighed(found, labels):
+    scores, variance = found
+    return F.cross_entropy(scores, labels) * torch.exp(-variance) + variance
+
+
+def test_a_learned_number_that_the_model_returns_adds_up_over_micro_batches(tmp_path):
+    """Its gradient was compared row by row, and lies in the first row of each micro-batch: the loss was refused."""
+    whole, parts = (trained(tmp_path / str(micro), Uncertain, weighed, (ODD,), micro_batch_size=micro) for micro in (BATCH, 2))
+    assert parts.train_losses == pytest.approx(whole.train_losses, rel=1e-4)
+    one, other = whole.state_dict()["variance"], parts.state_dict()["variance"]
+    assert float(one) == pytest.approx(float(other), rel=1e-4) and float(one) != pytest.approx(0.3)
+
+
 def test_probabilities_count_by_rows_whatever_the_weights_of_classes(tmp_path):
     """They were taken for indices of the weights: IndexError at the first update."""
     x, y = ODD

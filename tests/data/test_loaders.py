@@ -110,6 +110,20 @@ def test_a_loader_that_does_not_shuffle_keeps_the_order(tmp_path):
     assert_plain(trained(tmp_path, loader), plainly(Noisy(), order=in_order))
 
 
+class Boxes(Noisy):
+    def __getitem__(self, index):
+        return self.x[index], {"boxes": torch.rand(1 + index % 3, 4)}
+
+
+@pytest.mark.parametrize(
+    "collate", [lambda b: (torch.stack([x for x, _ in b]), [y for _, y in b]), lambda b: tuple(zip(*b, strict=True))]
+)
+def test_a_collate_fn_that_lists_the_labels_of_each_row_is_told_how_to_pad_them(collate, tmp_path):
+    """As torchvision's detection does: a RuntimeError of torch."""
+    with pytest.raises(DataError, match=r"found lists of what is no number: .*dict\. .*Padding"):
+        trained(tmp_path, DataLoader(Boxes(), batch_size=BATCH, collate_fn=collate))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.few(1)
 def test_a_collate_fn_makes_whole_batches_whatever_the_micro_batch(workers, tmp_path):

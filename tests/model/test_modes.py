@@ -161,6 +161,39 @@ def test_a_train_of_its_own_is_left_to_a_part(tmp_path):
     assert int(model[1].num_batches_tracked) == 8 and "train" in vars(model[1])
 
 
+class Merges(nn.Linear):
+    """A layer of LoRA that adds its product to its weight in evaluation, as loralib's do."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.a, self.b, self.merged = nn.Parameter(torch.ones(1, inputs)), nn.Parameter(torch.ones(outputs, 1)), False
+
+    def train(self, mode=True):
+        if mode is self.merged:
+            self.weight.data += (-1.0 if mode else 1.0) * self.b @ self.a
+            self.merged = not mode
+        return super().train(mode)
+
+
+class Replaces(Merges):
+    def train(self, mode=True):
+        self.weight.data = self.weight * 2.0
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("kind", [Merges, Replaces])
+@pytest.mark.parametrize("built", [True, False], ids=["a model", "factories"])
+def test_a_train_of_its_own_that_changes_weights_is_refused(kind, built, tmp_path):
+    """Weights were merged when a test began, and went home so, or were dropped: each evaluation had another loss."""
+    made = [lambda: nn.Linear(WIDTH, 8), lambda: kind(8, 8), lambda: nn.Linear(8, 3)]
+    trainer, rows = fitted(tmp_path, nn.Sequential(*(make() for make in made)) if built else made)
+    for run in (trainer.fit, trainer.evaluate):
+        with pytest.raises(
+            ModelError, match=r"block 1 .*its train\(\) or eval\(\) changes parameter weight.*merge_weights=False"
+        ):
+            run(rows)
+
+
 def test_dropout_that_evaluates_agrees_in_every_exact_method_and_is_verified(tmp_path):
     torch.manual_seed(3)
     came, found = stacked(), []

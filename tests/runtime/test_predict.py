@@ -138,6 +138,20 @@ def test_several_sets_are_predicted_by_name_and_labels_are_left_out(tmp_path):
         assert [len(part) for part in session.predict({"a": (X, Y), "b": (X[:5], Y[:5])}).values()] == [23, 5]
 
 
+def judged(found, labels):
+    return sum(part.sum() for part in found.values()) + labels["b"].sum()
+
+
+def test_a_session_whose_rows_have_several_labels_predicts_several_outputs():
+    """It was an AttributeError of ours, where `Trainer.predict` had the outputs."""
+    model, labels = Recurrent(), {"a": Y, "b": torch.randn(23)}
+    expected = {name: tensor.detach() for name, tensor in model(X[:8]).items()}
+    one = Trainer(model, judged, mem_limit="2GB", method="full", batch_size=8, micro_batch_size=8, quiet=True)
+    with one.session((X[:8], {name: part[:8] for name, part in labels.items()})) as session:
+        for name, tensor in session.predict(X[:8]).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
+
+
 def test_ids_alone_are_predicted(tmp_path):
     model, ids = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4)), torch.arange(23) % 9
     one = trainer(model, tmp_path, method="full", partitions=1)
