@@ -73,7 +73,7 @@ class _Taken:
         if not self.places:
             self.tensor.grad = None  # of an earlier backward: a plain loop begins with zero_grad
             self.tensor.data = empty
-            mark_away(self.tensor)
+            mark_away(self.tensor, torch.Size(self.shape))
             return
         self.given, self.tensor = TensorWeakRef(self.tensor), empty
         self.put(empty)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 
 from seqpart.errors import DataError, OptionError, SeqpartError
+from seqpart.model.tensors import Lend
 
 _ONE_HOT = "calls F.one_hot without num_classes, which looks for the largest label"
 _NUMBER = "reads a number out of a tensor (item(), float(), tolist(), numpy())"
@@ -131,7 +132,7 @@ def judging(loss: str, shape: tuple[int, ...], against: str, *, values: bool) ->
     values: True if tensors have values. Raises OptionError where the loss reads one and there are none, or counts classes by
     the labels of a part; DataError where it fails for another reason.
     """
-    with generators_left_alone(), _Watch(values=values) as watch:  # a loss may draw
+    with generators_left_alone(), Lend(), _Watch(values=values) as watch:  # a loss may draw
         try:
             yield
         except SeqpartError:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from seqpart.device.pages import lies_dense
 from seqpart.errors import ModelError
@@ -23,6 +23,8 @@ from seqpart.store.layout import ALIGNMENT, Layout, spec_of
 
 _MOST_MARKED = 1 << 26
 """Most elements between the ends of two tensors that are compared one by one."""
+_MOST_LENT = 1 << 20
+"""Most numbers that are made in place of a weight's: a trial has little memory."""
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -62,9 +64,9 @@ def detach(module: nn.Module, spare: Collection[str] = ()) -> None:
     for name, parameter in module.named_parameters():
         if name in spare:
             continue
-        parameter.grad = None
+        parameter.grad, shape = None, parameter.shape
         parameter.data = torch.empty(0, dtype=parameter.dtype)
-        mark_away(parameter)
+        mark_away(parameter, shape)
     empty: dict[int, torch.Tensor] = {}
     for name, buffer in _places(module):
         if name in spare:
@@ -77,9 +79,9 @@ def away(dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor
     return mark_away(torch.empty(0, dtype=dtype, device=device))
 
 
-def mark_away(tensor: torch.Tensor) -> torch.Tensor:
-    """Marks an empty tensor as one whose values are away, until `attach` or `mark_back`."""
-    vars(tensor)[_IS_AWAY] = True
+def mark_away(tensor: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+    """Marks an empty tensor as one whose values are away, until `attach` or `mark_back`. shape: of these values, if known."""
+    vars(tensor)[_IS_AWAY] = shape
     return tensor
 
 
@@ -103,6 +105,27 @@ class RefuseAway(TorchFunctionMode):
             if any(_IS_AWAY in vars(one) and not one.numel() for one in used):
                 raise self._error()
         return func(*args, **(kwargs or {}))
+
+
+class Lend(TorchFunctionMode):
+    """A mode in which code that uses a weight whose values are away gets some numbers in its shape, always the same: for trying
+    a loss that takes weights of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lent: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map(self._instead, args), **tree_map(self._instead, kwargs or {}))
+
+    def _instead(self, one: Any) -> Any:
+        shape = vars(one).get(_IS_AWAY) if isinstance(one, nn.Parameter) and not one.numel() else None
+        if shape is None or shape.numel() > _MOST_LENT:
+            return one
+        if id(one) not in self._lent:
+            numbers = torch.linspace(0.1, 1.0, shape.numel(), device=one.device).to(one.dtype).view(shape)
+            self._lent[id(one)] = numbers.requires_grad_(one.requires_grad)
+        return self._lent[id(one)]
 
 
 def asks_for_type(func: Any) -> bool:

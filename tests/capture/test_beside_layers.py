@@ -497,23 +497,30 @@ def test_a_model_with_too_few_blocks_is_refused_with_what_keeps_one_of_them_whol
         ours(Doubled(Skipping()), tmp_path / "run")
 
 
-def penalty(model, *, learns):
-    def loss(output, labels):
-        weight = model[0].weight if learns else model[0].weight.detach()
-        return F.cross_entropy(output, labels) + 0.1 * weight.square().sum() * output.square().mean()
+LOSSES_OF_WEIGHTS = {
+    "its sum": lambda model, output: 0.1 * model[0].weight.square().sum() * output.square().mean(),
+    "without its gradient": lambda model, output: 0.1 * model[0].weight.detach().square().sum() * output.square().mean(),
+    "a number of it": lambda model, output: output.square().mean() * model[0].bias[0].exp(),
+    "all numbers of it": lambda model, output: (output @ model[0].weight[:3, :3]).square().mean(),
+    "its layer": lambda model, output: model[0](torch.ones(2, 8)).square().mean() * output.mean(),
+}
 
-    return loss
 
+@pytest.mark.parametrize("name", LOSSES_OF_WEIGHTS)
+@pytest.mark.few(2)
+def test_a_loss_of_weights_is_judged_where_they_are_and_refused_where_they_are_not(name, tmp_path):
+    """A weight that was not there counted as an empty tensor, or broke the backward pass in torch's words; and a loss that
+    takes a number of one, or multiplies by it, was refused where all weights are there too."""
 
-@pytest.mark.parametrize("learns", [True, False])
-def test_a_loss_of_weights_is_judged_where_they_are_and_refused_where_they_are_not(learns, tmp_path):
-    """A weight that was not there counted as an empty tensor, or broke the backward pass in torch's words."""
+    def made(model):
+        return lambda output, labels: F.cross_entropy(output, labels) + LOSSES_OF_WEIGHTS[name](model, output)
+
     torch.manual_seed(0)
     model = nn.Sequential(*layers())
     other, third = copy.deepcopy(model), copy.deepcopy(model)
-    same(plain(other, penalty(other, learns=learns)), ours(model, tmp_path / "1", penalty(model, learns=learns), method="full"))
+    same(plain(other, made(other)), ours(model, tmp_path / "1", made(model), method="full", micro_batch_size=8))
     with pytest.raises(OptionError, match="it reads a weight of the model"):
-        ours(third, tmp_path / "2", penalty(third, learns=learns))
+        ours(third, tmp_path / "2", made(third), micro_batch_size=8)
 
 
 class OwnGradient(torch.autograd.Function):
