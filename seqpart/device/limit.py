@@ -115,8 +115,8 @@ def what_helps(limit: int, runtime: int, peak: int, *, finer: bool = False, bloc
 
 def refused(message: str, smallest: int, rows: int | None = None, *, tried: bool = True) -> DoesNotFit:
     """Makes a refusal that names the least limit that is enough, at a micro-batch of `rows`. tried: True if blocks were run, so
-    that no allowance for them is added."""
-    less = "" if tried else ", or a little less: what blocks take there is measured when they are run"
+    that what they take is known."""
+    less = "" if tried else ", a little less or more: what blocks take there is measured when they are run"
     return DoesNotFit(message, smallest, f"\n  smallest limit that fits: {format_limit(smallest)}{less}.", rows)
 
 

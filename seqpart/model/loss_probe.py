@@ -33,7 +33,10 @@ _CURES = {
     _ONE_HOT: "Give F.one_hot(labels, num_classes=K), with the number of classes as K.",
     _NUMBER: "Let it stay a tensor: detach() in the place of item().",
     _BRANCH: "Give torch.where(condition, one, other) in the place of the `if`; a loss that is not finite ends a run anyway.",
-    _SHAPE: "Multiply by the mask and return (sum, count), or label what does not count -100, which cross-entropy leaves out.",
+    _SHAPE: (
+        "Multiply by the mask and return (sum, count), or label what does not count -100, which cross-entropy leaves out. "
+        "Classes are counted by F.one_hot(labels, K).sum(0)."
+    ),
     _CTC: "Let a layer of the model compute it: give the labels as an input of a row too, and return the loss of each row.",
     BY_NAME: "Let the model return a dict with that name.",
     _GRAPH: "Let the model return it too, beside its output, or keep it in a buffer that a layer of the model changes.",

@@ -375,6 +375,8 @@ def _likened(kind: TensorSpec, state: State) -> list[tuple[object, ...]]:
 def failure(error: Exception) -> str:
     """Says what failed in a trial step."""
     text = f"{type(error).__name__}: {error}"
+    if isinstance(error, TypeError) and "'NoneType' object is not callable" in text:
+        text += ". It may want a closure: a step is made of one gradient, and nothing calls the model again"
     if isinstance(error, AttributeError) and isinstance(error.obj, nn.Parameter):
         text += (
             f". The parameters of a trial have no attributes of yours: getattr(parameter, {error.name!r}, ...) with a default "

@@ -426,7 +426,7 @@ def _run_in_training(
             raise ModelError(
                 f"its forward pass changes parameter {block.exported(name)} (as Embedding(max_norm=...) does, peft's "
                 "target_parameters, and a moving average of weights), which only an optimizer may: recomputing the pass would "
-                "change it twice. Make it a buffer, or leave that out."
+                "change it twice. Make it a buffer, or leave it to a session's `change_weights`."
             )
     return ys
 

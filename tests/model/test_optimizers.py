@@ -216,6 +216,20 @@ def test_an_optimizer_that_calls_the_model_again_is_refused_in_words():
         found(torch.optim.LBFGS, (2, 3), (5,), (4, 2, 3))
 
 
+class Sharpness(torch.optim.SGD):
+    """Calls the model again itself (as SAM does)."""
+
+    def step(self, closure=None):
+        super().step()
+        closure()
+
+
+def test_an_optimizer_that_wants_a_closure_is_told_that_there_is_none():
+    """It was told that a NoneType is not callable, and to freeze the parameter."""
+    with pytest.raises(OptionError, match="It may want a closure: a step is made of one gradient"):
+        found(lambda p: Sharpness(p, lr=0.1), (2, 3))
+
+
 def test_what_is_no_optimizer_is_refused():
     with pytest.raises(OptionError, match=r"expected a function that returns .*, or a list of several; found list"):
         describe("mine", lambda parameters: parameters)
