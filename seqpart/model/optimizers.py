@@ -119,6 +119,12 @@ class Optimizer:
         with tried(self.name):
             return trials.looks_at_whole(self.build)
 
+    @functools.cached_property
+    def has_modes(self) -> bool:
+        """True if its library wants `train()` and `eval()` called around training, which a run does not do."""
+        with tried(self.name):
+            return callable(getattr(self.build([_example()]), "eval", None))
+
     @property
     def is_bare(self) -> bool:
         """True if it keeps no state for the parameters that it was tried on."""

@@ -64,6 +64,14 @@ class RunOptimizers:
             return [self._given]
         return [self._named(name, lr=1.0) for name in values_of(self._settings.optimizer)]
 
+    @property
+    def notes(self) -> list[str]:
+        """What the plan says of the user's own."""
+        if self._given is None or not self._given.has_modes:
+            return []
+        given = "its train() and eval() are not called: tests, checkpoints and results have the weights that it trains"
+        return [f"optimizer {self._given.name}: {given}"]
+
     def _named(self, name: str, **options: Any) -> Optimizer:
         """Returns the optimizer of that name, with the settings' momentum where it is sgd."""
         return self._finished(choose(name, momentum=self._settings.momentum if name == "sgd" else 0.0, **options))

@@ -242,7 +242,7 @@ class Planner(Inputs):
         reasons = (
             *reasons, *([] if recovery is None else [self._recovery_in_words(recovery)]),
             *([] if head is None else [head.note(request.loss_chunks)]),
-            *self.chain.notes, *self.reading.notes, *self.trials.notes,
+            *self.chain.notes, *self.reading.notes, *self.trials.notes, *self.optimizers.notes,
             *stages_in_words(whole, block_costs[: len(whole)], self.late, self.settings.frozen),
         )  # fmt: skip
         optimizers = self._optimizers(candidate)

@@ -241,6 +241,18 @@ def test_one_that_needs_whole_weights_refuses_what_divides_them(name, tmp_path):
         streamed(network(), name, tmp_path / "run", tile="100kB").fit(rows())
 
 
+class Modal(torch.optim.SGD):
+    def eval(self):
+        """Puts averages into the parameters, in libraries."""
+
+
+def test_a_plan_says_that_an_optimizer_of_ones_own_is_never_put_into_evaluation(tmp_path):
+    """The library's own tests have other weights, and nothing said so."""
+    for build, said in ((lambda p: Modal(p, lr=0.1), 1), (lambda p: torch.optim.SGD(p, lr=0.1), 0)):
+        plan = Trainer(network(), None, build, mem_limit="2GB", method="full", batch_size=8).plan(rows())
+        assert sum("its train() and eval() are not called" in reason for reason in plan.reasons) == said
+
+
 def test_an_average_of_schedule_free_weights_is_not_averaged_again(tmp_path):
     with pytest.raises(OptionError, match="averages the weights itself"):
         streamed(network(), "schedulefree", tmp_path / "run", ema=0.9)
