@@ -42,10 +42,10 @@ def own_generators(*holders: Any) -> list[Any]:
 
 def _parts_of(one: Any) -> Iterator[Any]:
     if isinstance(one, dict):
-        yield from islice(one.values(), _IN_ONE)
+        yield from islice(dict.values(one), _IN_ONE)
     elif isinstance(one, list | tuple):
-        yield from one[:_IN_ONE]
-    elif isinstance(one, partial):
+        yield from islice(list.__iter__(one) if isinstance(one, list) else tuple.__iter__(one), _IN_ONE)
+    if isinstance(one, partial):
         yield from (one.func, *one.args, *one.keywords.values())
     elif isinstance(one, MethodType):
         yield one.__self__
@@ -56,12 +56,15 @@ def _parts_of(one: Any) -> Iterator[Any]:
         named = (one.__globals__.get(name) for name in one.__code__.co_names)
         yield from (value for value in named if isinstance(value, _KINDS))
     elif not isinstance(one, type | ModuleType | torch.Tensor | torch.nn.Module):
-        yield from getattr(one, "__dict__", {}).values()
         for kind in type(one).__mro__:
-            yield from (value for value in vars(kind).values() if isinstance(value, FunctionType))
-            yield from (
-                getattr(one, name, None) for name, value in vars(kind).items() if isinstance(value, MemberDescriptorType)
-            )
+            for name, value in vars(kind).items():
+                if isinstance(value, FunctionType):
+                    yield value
+                elif isinstance(value, MemberDescriptorType):  # of __slots__
+                    with suppress(AttributeError):
+                        yield value.__get__(one)
+                elif name == "__dict__":
+                    yield from value.__get__(one).values()
 
 
 def seed_generators(seed: int, own: Sequence[Any] = ()) -> None:

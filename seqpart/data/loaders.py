@@ -386,7 +386,7 @@ def _labels_of(part: Part, like: Split, draws: Any) -> torch.Tensor:
     source = part.source
     targets = None if source.streams else targets_of(source.items)
     if targets is not None and _agree(source, targets, like, draws):
-        labels = as_split((np.zeros((source.count, 1), np.uint8), np.asarray(targets)), source.name).labels
+        labels = as_split((np.zeros((source.count, 1), np.uint8), np.asarray(targets[: source.count])), source.name).labels
         if labels.dtype == like.labels.dtype and labels.shape[1:] == like.labels.shape[1:]:
             return labels
     return torch.cat([labels for _, labels in _passed(part, draws)])

@@ -108,6 +108,22 @@ def test_an_item_that_draws_and_is_the_same_is_no_kept_row():
         as_split(items, "training")
 
 
+class Pairs(list):
+    """A data set that is a list, and has no item of a slice."""
+
+    def __init__(self):
+        super().__init__(range(24))
+        self.rng = random.Random()
+
+    def __getitem__(self, index):
+        return torch.full((WIDTH,), float(super().__getitem__(index)) + self.rng.random()), index % 3
+
+
+def test_a_list_with_items_of_its_own_is_looked_through(tmp_path):
+    """Its own `__getitem__` was asked for a slice: a TypeError."""
+    assert_plain(trained(tmp_path, Pairs(), batch_size=BATCH), plainly(Pairs()))
+
+
 def test_generators_are_found_once_wherever_they_are_held_and_no_others():
     ours = [np.random.default_rng(), random.Random(), torch.Generator(), np.random.RandomState()]
 

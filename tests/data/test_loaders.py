@@ -94,6 +94,22 @@ def test_a_loader_brings_its_batches_order_and_workers(tmp_path):
     assert_plain(trained(tmp_path, loader), plainly(Noisy(), batch=12, rows=36))
 
 
+class WithTargets(Noisy):
+    """As torchvision's: it knows the labels of all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.targets = self.targets.tolist()
+
+
+def test_a_session_takes_the_loader_that_its_loop_reads(tmp_path):
+    """Of a data set with `targets` it was told that there are 8 rows and 40 labels."""
+    loader = DataLoader(WithTargets(), batch_size=BATCH)
+    model = nn.Sequential(*(made() for made in network()))
+    with Trainer(model, mem_limit="2GB", method="full", batch_size=BATCH, quiet=True).session(loader) as session:
+        assert len([session.step(batch) for batch in loader]) == ROWS // BATCH
+
+
 class InBatches(BatchSampler):
     """A library's own class for what its loaders do with `batch_size`."""
 
