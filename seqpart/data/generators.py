@@ -5,11 +5,12 @@ draw the same, and a run that goes on in another process draws otherwise. So the
 """
 
 import random
+import types
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,12 @@ from seqpart.device.device import keyed_seed
 from seqpart.model.loss_probe import all_generators
 
 _KINDS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
-_IN_ONE, _IN_ALL = 64, 10_000
+_LEAVES = (
+    str, bytes, int, float, complex, type(None), type, torch.Tensor, np.ndarray, types.ModuleType, types.BuiltinFunctionType,
+    types.GetSetDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
+)  # fmt: skip
+"""Types of objects that hold none."""
+_IN_ONE, _IN_ALL = 1_000, 10_000
 """Parts of a list, and objects in all, that are looked at."""
 
 
@@ -27,16 +33,16 @@ def own_generators(*holders: Any) -> list[Any]:
     """Returns the generators that objects hold in attributes, lists, dicts and closures, at any depth, and those that their
     methods know by a global name. The order is the same in every process."""
     shared = torch.default_generator, getattr(random, "_inst", None), np.random.mtrand._rand
-    found, left, seen = list[Any](), list(reversed(holders)), dict[int, Any]()
+    found, left, seen = list[Any](), deque(holders), dict[int, Any]()
     while left and len(seen) < _IN_ALL:
-        one = left.pop()
-        if id(one) in seen or any(one is other for other in shared):
+        one = left.popleft()  # the nearest first
+        if isinstance(one, _LEAVES) or id(one) in seen or any(one is other for other in shared):
             continue
         seen[id(one)] = one  # alive, so that no other object gets its id
         if isinstance(one, _KINDS) and not isinstance(one, random.SystemRandom):
             found.append(one)
         else:
-            left += reversed(list(_parts_of(one)))
+            left += _parts_of(one)
     return found
 
 
@@ -45,26 +51,36 @@ def _parts_of(one: Any) -> Iterator[Any]:
         yield from islice(dict.values(one), _IN_ONE)
     elif isinstance(one, list | tuple):
         yield from islice(list.__iter__(one) if isinstance(one, list) else tuple.__iter__(one), _IN_ONE)
-    if isinstance(one, partial):
-        yield from (one.func, *one.args, *one.keywords.values())
-    elif isinstance(one, MethodType):
-        yield one.__self__
-    elif isinstance(one, FunctionType):
+    if isinstance(one, types.FunctionType):
+        yield from (one.__defaults__, one.__kwdefaults__)
         for cell in one.__closure__ or ():
             with suppress(ValueError):  # of a name that has no value yet
                 yield cell.cell_contents
-        named = (one.__globals__.get(name) for name in one.__code__.co_names)
-        yield from (value for value in named if isinstance(value, _KINDS))
-    elif not isinstance(one, type | ModuleType | torch.Tensor | torch.nn.Module):
-        for kind in type(one).__mro__:
-            for name, value in vars(kind).items():
-                if isinstance(value, FunctionType):
-                    yield value
-                elif isinstance(value, MemberDescriptorType):  # of __slots__
-                    with suppress(AttributeError):
-                        yield value.__get__(one)
-                elif name == "__dict__":
-                    yield from value.__get__(one).values()
+        yield from (one.__globals__.get(name) for name in _names_in(one.__code__))
+    elif isinstance(one, partial):
+        yield from (one.func, one.args, one.keywords)
+    elif isinstance(one, types.MethodType):
+        yield from (one.__self__, one.__func__)
+    elif isinstance(one, staticmethod | classmethod):
+        yield one.__func__
+    elif isinstance(one, property):
+        yield one.fget
+    elif type(one) not in (dict, list, tuple):
+        for name, value in (pair for kind in type(one).__mro__[:-1] for pair in vars(kind).items()):
+            if isinstance(value, types.MemberDescriptorType):  # of __slots__
+                with suppress(AttributeError):
+                    yield value.__get__(one)
+            elif name == "__dict__":
+                yield from value.__get__(one).values()
+            else:
+                yield value
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):  # of a comprehension
+            yield from _names_in(part)
 
 
 def seed_generators(seed: int, own: Sequence[Any] = ()) -> None:
@@ -83,16 +99,32 @@ def seed_generators(seed: int, own: Sequence[Any] = ()) -> None:
             generator.seed(other % (1 << 32))
 
 
+@contextmanager
+def left_alone(own: Sequence[Any]) -> Iterator[None]:
+    """A context after which generators of somebody's own go on as if nothing had been drawn: a loop of the user's, another data
+    set or the loader may draw from them too."""
+    before = [_state(generator) for generator in own]
+    try:
+        yield
+    finally:
+        for generator, state in zip(own, before, strict=True):
+            if isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            elif isinstance(generator, random.Random):
+                generator.setstate(state)
+            else:
+                generator.set_state(state)
+
+
 def states(own: Sequence[Any] = ()) -> list[object]:
-    """Returns the states of torch's, Python's and numpy's generators, and of some that are held elsewhere."""
-    return [*all_generators(), *map(_state, own)]
+    """Returns the states of torch's, Python's and numpy's generators, and of some that are held elsewhere, to be compared."""
+    found = map(_state, own)
+    return [*all_generators(), *(one.numpy().tobytes() if isinstance(one, torch.Tensor) else repr(one) for one in found)]
 
 
-def _state(generator: Any) -> object:
+def _state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
+        return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return repr(
-        generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
-    )
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)

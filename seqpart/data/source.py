@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from seqpart.capture.inputs import PADS, as_tensor, described, is_several, refuse_text
-from seqpart.data.generators import own_generators, seed_generators
+from seqpart.data.generators import left_alone, own_generators, seed_generators
 from seqpart.data.reader import Ints
 from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, copy_rows, refuse_nested, split_of, unreadable, x_and_y
@@ -215,8 +215,9 @@ class SourceReader:
         try:
             if self.source.streams:
                 return self._next(draws, number)
-            seed_generators(draws.seed_for("row", number), self._own)
-            return self.source.items[number]
+            with left_alone(self._own):
+                seed_generators(draws.seed_for("row", number), self._own)
+                return self.source.items[number]
         except Exception as error:
             if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
                 raise
@@ -257,10 +258,11 @@ class SourceReader:
 
     def _collated(self, draws: Draws, batch: int, items: list[Any]) -> tuple[Any, Any]:
         where = f"{self.source.name} data: batch {batch}"
-        seed_generators(draws.seed_for("batch", batch), self._own)
         assert self.source.collate is not None
         try:
-            found = self.source.collate(items)
+            with left_alone(self._own):
+                seed_generators(draws.seed_for("batch", batch), self._own)
+                found = self.source.collate(items)
         except Exception as error:
             if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
                 raise

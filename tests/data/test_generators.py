@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from seqpart.data.generators import own_generators, seed_generators, states
 from seqpart.data.splits import as_split
@@ -96,6 +97,18 @@ def test_a_generator_of_a_data_set_s_own_draws_the_same_in_every_process(items, 
     assert "others each time" not in capsys.readouterr().out
 
 
+def test_generators_of_a_data_set_s_own_go_on_as_if_nothing_had_been_drawn(tmp_path):
+    """Each evaluation left the generator of a shared transform where the last had left it, so that a loop of one's own drew the
+    same in every epoch; and a loader with the same generator had another order in a second run."""
+    shared = torch.Generator().manual_seed(5)
+    items = Augmented(shared, lambda: float(torch.rand((), generator=shared)))
+    before = shared.get_state()
+    loader = DataLoader(items, BATCH, shuffle=True, generator=shared)
+    one, other = (trained(tmp_path, loader, items, name=name) for name in ("one", "other"))
+    assert torch.equal(shared.get_state(), before) and shared.initial_seed() == 5
+    assert bits(one) == bits(other)
+
+
 def rarely(rng, x):
     return x + 1 if rng.random() < 1e-9 else x
 
@@ -124,6 +137,19 @@ def test_a_list_with_items_of_its_own_is_looked_through(tmp_path):
     assert_plain(trained(tmp_path, Pairs(), batch_size=BATCH), plainly(Pairs()))
 
 
+def helper(x, rng=random.Random()):  # noqa: B008
+    return [x + rng.random() + GLOBAL.normal() for _ in range(2)]
+
+
+class Holder(torch.nn.Module):
+    """Of each generator that a method may know."""
+
+    of_the_class = np.random.default_rng()
+
+    def forward(self, x):
+        return helper(x)
+
+
 def test_generators_are_found_once_wherever_they_are_held_and_no_others():
     ours = [np.random.default_rng(), random.Random(), torch.Generator(), np.random.RandomState()]
 
@@ -131,14 +157,16 @@ def test_generators_are_found_once_wherever_they_are_held_and_no_others():
         return ours[1].random() * x
 
     holder = Transform()
-    held = {"a": [ours[0]], "b": closure, "c": partial(max, ours[2]), "d": (holder.__call__, ours[3])}
+    held = {"a": [ours[0]], "b": closure, "c": partial(max, ours[2]), "d": (holder.__call__, ours[3]), "e": Holder()}
     held["all"] = [held, random, np.random, torch.default_generator, random.SystemRandom(), torch.nn.Linear(2, 2)]
+    held["boxes"] = [{"box": [[0.5] * 4] * 40, "id": number} for number in range(20_000)]
+    known = {id(one) for one in (*ours, holder.rng, Holder.of_the_class, helper.__defaults__[0], GLOBAL)}
     found = own_generators(held)
-    assert len(found) == 5 and {id(one) for one in found} == {id(one) for one in (*ours, holder.rng)}
+    assert len(found) == len(known) and {id(one) for one in found} == known
     assert [id(one) for one in found] == [id(one) for one in own_generators(held)]
     seed_generators(SEED, found)
     before = states(found)
-    assert len({repr(state) for state in before}) == len(before) == 3 + 5
+    assert len({repr(state) for state in before}) == len(before) == 3 + 8
     torch.rand(WIDTH, generator=ours[2])
     assert states(found) != before
     seed_generators(SEED, found)
