@@ -372,19 +372,23 @@ def changes_of(
 
 
 def refuse_changes_by_mode(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises ModelError if `train` or `eval` of a module, with `tensors` in place of its own, changes a parameter."""
+    """Raises ModelError if `train` or `eval` of a module, with `tensors` in place of its own, changes a parameter, or if each
+    call of `train` changes a buffer."""
     if all(type(part).train is nn.Module.train for part in module.modules()):
         return
-    before = {name: t.untyped_storage()._cdata for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+    before = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
     with Writes() as seen, torch.no_grad():
         module.eval()
         module.train()
+    with Writes() as again, torch.no_grad():
+        module.train()
     for name, place in before.items():
-        if place in seen.storages or tensors[name].untyped_storage()._cdata != place:
+        learns, moved = isinstance(tensors[name], nn.Parameter), tensors[name].untyped_storage()._cdata != place
+        if place in again.storages or (learns and (moved or place in seen.storages)):
             raise ModelError(
-                f"its train() or eval() changes parameter {name} (as LoRA's layers do that merge weights in evaluation), which "
-                "only an optimizer may: such a change is lost when the partition leaves. Leave weights as they are: loralib's "
-                "layers take merge_weights=False."
+                f"its train() or eval() changes {'parameter' if learns else 'buffer'} {name}. An optimizer alone changes "
+                "weights (layers of LoRA merge theirs: loralib's take merge_weights=False), and train() is called whenever a "
+                "partition comes: let it leave values as they are."
             )
 
 

@@ -181,15 +181,44 @@ class Replaces(Merges):
         return super().train(mode)
 
 
-@pytest.mark.parametrize("kind", [Merges, Replaces])
+class Cools(Merges):
+    """Lowers a temperature whenever it is put into training."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.register_buffer("temperature", torch.ones(()))
+
+    def train(self, mode=True):
+        if mode:
+            self.temperature.mul_(0.9)
+        return nn.Module.train(self, mode)
+
+
+class Caches(Cools):
+    """Computes in evaluation what its forward pass takes then."""
+
+    def train(self, mode=True):
+        if not mode:
+            self.temperature.copy_(self.a.detach().mean())
+        return nn.Module.train(self, mode)
+
+
+def test_a_train_of_its_own_that_keeps_a_buffer_for_evaluation_is_taken(tmp_path):
+    trainer, rows = fitted(tmp_path, nn.Sequential(nn.Linear(WIDTH, 8), Caches(8, 3)))
+    trainer.fit(rows)
+
+
+@pytest.mark.parametrize("kind", [Merges, Replaces, Cools])
 @pytest.mark.parametrize("built", [True, False], ids=["a model", "factories"])
 def test_a_train_of_its_own_that_changes_weights_is_refused(kind, built, tmp_path):
-    """Weights were merged when a test began, and went home so, or were dropped: each evaluation had another loss."""
+    """Weights were merged when a test began, and went home so, or were dropped: each evaluation had another loss. A
+    buffer was changed whenever a partition came."""
     made = [lambda: nn.Linear(WIDTH, 8), lambda: kind(8, 8), lambda: nn.Linear(8, 3)]
     trainer, rows = fitted(tmp_path, nn.Sequential(*(make() for make in made)) if built else made)
     for run in (trainer.fit, trainer.evaluate):
         with pytest.raises(
-            ModelError, match=r"block 1 .*its train\(\) or eval\(\) changes parameter weight.*merge_weights=False"
+            ModelError,
+            match=r"block 1 .*its train\(\) or eval\(\) changes (parameter weight|buffer temperature).*merge_weights=False",
         ):
             run(rows)
 
