@@ -36,13 +36,14 @@ def own_generators(*holders: Any) -> list[Any]:
     found, left, seen = list[Any](), deque(holders), dict[int, Any]()
     while left and len(seen) < _IN_ALL:
         one = left.popleft()  # the nearest first
-        if isinstance(one, _LEAVES) or id(one) in seen or any(one is other for other in shared):
+        if id(one) in seen or any(one is other for other in shared):
             continue
         seen[id(one)] = one  # alive, so that no other object gets its id
-        if isinstance(one, _KINDS) and not isinstance(one, random.SystemRandom):
-            found.append(one)
-        else:
-            left += _parts_of(one)
+        with suppress(Exception):  # of a dead proxy, or an attribute that cannot be read
+            if isinstance(one, _KINDS) and not isinstance(one, random.SystemRandom):
+                found.append(one)
+            else:
+                left += (part for part in _parts_of(one) if not isinstance(part, _LEAVES))
     return found
 
 
@@ -92,28 +93,25 @@ def seed_generators(seed: int, own: Sequence[Any] = ()) -> None:
         other = keyed_seed(seed, "own", number)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(other)
-        elif isinstance(generator, np.random.Generator):
-            kind: Any = type(generator.bit_generator)
-            generator.bit_generator.state = kind(other).state
-        else:
+        elif isinstance(generator, random.Random):
+            random.Random.seed(generator, other)  # a class of the user's may have another `seed`
+        elif isinstance(generator, np.random.RandomState) and isinstance(generator._bit_generator, np.random.MT19937):
             generator.seed(other % (1 << 32))
+        else:
+            kind: Any = type(generator._bit_generator)
+            _set_state(generator, kind(other).state)
 
 
 @contextmanager
 def left_alone(own: Sequence[Any]) -> Iterator[None]:
-    """A context after which generators of somebody's own go on as if nothing had been drawn: a loop of the user's, another data
-    set or the loader may draw from them too."""
+    """A context after which generators of a data set's own go on as if nothing had been drawn: the user's loop, or the loader,
+    may draw from them too."""
     before = [_state(generator) for generator in own]
     try:
         yield
     finally:
         for generator, state in zip(own, before, strict=True):
-            if isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = state
-            elif isinstance(generator, random.Random):
-                generator.setstate(state)
-            else:
-                generator.set_state(state)
+            _set_state(generator, state)
 
 
 def states(own: Sequence[Any] = ()) -> list[object]:
@@ -128,3 +126,12 @@ def _state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)

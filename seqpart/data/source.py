@@ -187,22 +187,26 @@ class SourceReader:
     def _own(self) -> list[Any]:
         """Generators of the data set's own, found when the first item is read: before a run others have been, which may make
         them. Those of a stream are left alone: its order may be theirs."""
-        return own_generators(None if self.source.streams else self.source.items, self.source.collate)
+        return [] if self.source.streams else own_generators(self.source.items, self.source.collate)
 
     def read(self, draws: Draws, batch: int, numbers: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         """Yields (x, labels) of the items `numbers`, in order and in pieces; `batch`: number of the pass's collated batch.
 
         Seeds the process's generators. Raises DataError.
         """
+        with left_alone(self._own):
+            yield from self._read(draws, batch, numbers)
+
+    def _read(self, draws: Draws, batch: int, numbers: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         source = self.source
         if source.collate is not None:
-            items = [self.item(draws, number) for number in numbers]
+            items = [self._item(draws, number) for number in numbers]
             yield self._collated(draws, batch, items)
             return
         piece: list[tuple[Any, Any]] = []
         nbytes = 0
         for number in numbers:
-            piece.append(x_and_y(self.item(draws, number), f"{source.name} data: item {number}"))
+            piece.append(x_and_y(self._item(draws, number), f"{source.name} data: item {number}"))
             nbytes += _nbytes(piece[-1][0])
             if nbytes >= PIECE_BYTES or len(piece) == PIECE_ROWS:
                 yield stacked(piece, source.name)
@@ -212,12 +216,15 @@ class SourceReader:
 
     def item(self, draws: Draws, number: int) -> Any:
         """Returns item `number` of the data set. Seeds the process's generators. Raises DataError."""
+        with left_alone(self._own):
+            return self._item(draws, number)
+
+    def _item(self, draws: Draws, number: int) -> Any:
         try:
             if self.source.streams:
                 return self._next(draws, number)
-            with left_alone(self._own):
-                seed_generators(draws.seed_for("row", number), self._own)
-                return self.source.items[number]
+            seed_generators(draws.seed_for("row", number), self._own)
+            return self.source.items[number]
         except Exception as error:
             if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
                 raise
@@ -258,11 +265,10 @@ class SourceReader:
 
     def _collated(self, draws: Draws, batch: int, items: list[Any]) -> tuple[Any, Any]:
         where = f"{self.source.name} data: batch {batch}"
+        seed_generators(draws.seed_for("batch", batch), self._own)
         assert self.source.collate is not None
         try:
-            with left_alone(self._own):
-                seed_generators(draws.seed_for("batch", batch), self._own)
-                found = self.source.collate(items)
+            found = self.source.collate(items)
         except Exception as error:
             if isinstance(error, SeqpartError) or Device().is_out_of_memory(error):
                 raise

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from tests.data.test_loaders import assert_plain, plainly
 KINDS = {
     "numpy": lambda: (rng := np.random.default_rng(), lambda: rng.normal()),
     "numpy, as it was": lambda: (rng := np.random.RandomState(), lambda: rng.normal()),
+    "numpy, of another kind": lambda: (rng := np.random.RandomState(np.random.Philox()), lambda: rng.normal()),
     "python": lambda: (rng := random.Random(), rng.random),
     "torch": lambda: (rng := torch.Generator(), lambda: float(torch.rand((), generator=rng))),
 }
@@ -141,6 +143,17 @@ def helper(x, rng=random.Random()):  # noqa: B008
     return [x + rng.random() + GLOBAL.normal() for _ in range(2)]
 
 
+class Closed:
+    """Has attributes that nobody may read, and what has ended."""
+
+    def __init__(self):
+        self.ended = weakref.proxy(Transform())
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("closed")
+
+
 class Holder(torch.nn.Module):
     """Of each generator that a method may know."""
 
@@ -157,7 +170,14 @@ def test_generators_are_found_once_wherever_they_are_held_and_no_others():
         return ours[1].random() * x
 
     holder = Transform()
-    held = {"a": [ours[0]], "b": closure, "c": partial(max, ours[2]), "d": (holder.__call__, ours[3]), "e": Holder()}
+    held = {
+        "a": [ours[0]],
+        "b": closure,
+        "c": partial(max, ours[2]),
+        "d": (holder.__call__, ours[3]),
+        "e": Holder(),
+        "f": Closed(),
+    }
     held["all"] = [held, random, np.random, torch.default_generator, random.SystemRandom(), torch.nn.Linear(2, 2)]
     held["boxes"] = [{"box": [[0.5] * 4] * 40, "id": number} for number in range(20_000)]
     known = {id(one) for one in (*ours, holder.rng, Holder.of_the_class, helper.__defaults__[0], GLOBAL)}
