@@ -17,7 +17,8 @@ from seqpart.checkpoint.changes import FREE, Place
 from seqpart.checkpoint.manifest import Manifest, no_checkpoint
 from seqpart.checkpoint.marker import MARKER, is_begun_anew
 from seqpart.checkpoint.run_directory import finish_what_was_published
-from seqpart.data.source import Source, generators_kept
+from seqpart.data.generators import generators_kept
+from seqpart.data.source import Source
 from seqpart.data.splits import Split
 from seqpart.device.ranks import Ranks
 from seqpart.errors import DataError, DoesNotFit, OptionError, shown

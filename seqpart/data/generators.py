@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from seqpart.device.device import keyed_seed
-from seqpart.model.loss_probe import all_generators
+from seqpart.model.loss_probe import all_generators, generators_left_alone
 
 _KINDS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 _LEAVES = (
@@ -100,6 +100,13 @@ def seed_generators(seed: int, own: Sequence[Any] = ()) -> None:
         else:
             kind: Any = type(generator._bit_generator)
             _set_state(generator, kind(other).state)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restores the random generators afterwards, as if nothing had been drawn inside."""
+    with torch.random.fork_rng(devices=[]), generators_left_alone():
+        yield
 
 
 @contextmanager

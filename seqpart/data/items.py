@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from seqpart.capture.inputs import Several, dims_of, is_several, takes_several
-from seqpart.data.source import ChangedItems, ChangedStream, generators_kept
+from seqpart.data.generators import generators_kept
+from seqpart.data.source import ChangedItems, ChangedStream
 from seqpart.data.splits import Split, is_pair, x_and_y
 from seqpart.data.test_sets import are_named
 

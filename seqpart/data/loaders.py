@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from seqpart.capture.inputs import Several
 from seqpart.config import Config
+from seqpart.data.generators import generators_kept
 from seqpart.data.padding import ITEM, Padding, Sizes, padded, padded_source, sizes_of, tokenizer_says
-from seqpart.data.source import Job, Part, Source, SourceReader, generators_kept, kept_type
+from seqpart.data.source import Job, Part, Source, SourceReader, kept_type
 from seqpart.data.splits import ROWS_AT_ONCE, Split, UnstableRows, as_pair, as_split, is_pair, split_of, spread, targets_of
 from seqpart.data.test_sets import are_named
 from seqpart.errors import DataError, OptionError, refusing

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from seqpart.data.generators import generators_kept
 from seqpart.data.reader import Batch, BatchReader
-from seqpart.data.source import PIECE_BYTES, PIECE_ROWS, SPLITS, Job, Part, Source, generators_kept
+from seqpart.data.source import PIECE_BYTES, PIECE_ROWS, SPLITS, Job, Part, Source
 from seqpart.data.splits import Split, copy_rows, first_rows
 from seqpart.data.workers import Worker, probed
 from seqpart.device.device import Device, Event

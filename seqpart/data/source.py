@@ -3,7 +3,6 @@ collate_fn."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,6 @@ from seqpart.data.row_types import in_type_of
 from seqpart.data.splits import Split, copy_rows, refuse_nested, split_of, unreadable, x_and_y
 from seqpart.device.device import Device, keyed_seed
 from seqpart.errors import DataError, SeqpartError, first_line
-from seqpart.model.loss_probe import generators_left_alone
 
 SPLITS = "train", "test"
 
@@ -53,13 +51,6 @@ def row_order(seed: int, epoch: int, count: int) -> Ints:
 
 def shuffled(draws: Draws, count: int) -> Ints:
     return np.random.default_rng(draws.seed_for("order")).permutation(count)
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restores the random generators afterwards, as if nothing had been drawn inside."""
-    with torch.random.fork_rng(devices=[]), generators_left_alone():
-        yield
 
 
 _END = object()

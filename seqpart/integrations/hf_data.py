@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import Sampler
 
+from seqpart.data.generators import generators_kept
 from seqpart.data.loaders import spanned
 from seqpart.data.padding import LABELS, TOKENS, ZEROS, Key, Padding, Sizes, sizes_of, tokenizer_says
-from seqpart.data.source import generators_kept
 from seqpart.errors import DataError, OptionError
 from seqpart.runtime import predictions
 from seqpart.text import short

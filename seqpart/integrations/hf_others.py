@@ -14,9 +14,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import TrainOutput
 
 import seqpart.trainer
-from seqpart.data.generators import seed_generators
+from seqpart.data.generators import generators_kept, seed_generators
 from seqpart.data.padding import TOKENS, ZEROS, Padding
-from seqpart.data.source import generators_kept
 from seqpart.errors import DataError, OptionError
 from seqpart.integrations import hf_data
 from seqpart.integrations.hf import Trainer

@@ -19,8 +19,8 @@ from torch.utils.data import (
 
 from seqpart import Trainer
 from seqpart.data.boundary_cache import Boundaries
-from seqpart.data.generators import seed_generators
-from seqpart.data.source import Draws, generators_kept, row_order, seed_row
+from seqpart.data.generators import generators_kept, seed_generators
+from seqpart.data.source import Draws, row_order, seed_row
 from seqpart.device.device import Device
 from seqpart.errors import DataError, OptionError
 from tests.augmented import (

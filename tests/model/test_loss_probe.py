@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributions import Categorical, Normal, kl_divergence
 
 from seqpart import Trainer
-from seqpart.data.source import generators_kept
+from seqpart.data.generators import generators_kept
 from seqpart.errors import DataError, OptionError
 from seqpart.model.loss_probe import seed_all
 
