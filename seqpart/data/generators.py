@@ -21,8 +21,8 @@ from seqpart.model.loss_probe import all_generators, generators_left_alone
 
 _KINDS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 _LEAVES = (
-    str, bytes, int, float, complex, type(None), type, torch.Tensor, np.ndarray, types.ModuleType, types.BuiltinFunctionType,
-    types.GetSetDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
+    str, bytes, int, float, complex, type(None), type, torch.Tensor, np.ndarray, types.ModuleType, types.GetSetDescriptorType,
+    types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
 )  # fmt: skip
 """Types of objects that hold none."""
 _IN_ONE, _IN_ALL = 1_000, 10_000
@@ -60,8 +60,8 @@ def _parts_of(one: Any) -> Iterator[Any]:
         yield from (one.__globals__.get(name) for name in _names_in(one.__code__))
     elif isinstance(one, partial):
         yield from (one.func, one.args, one.keywords)
-    elif isinstance(one, types.MethodType):
-        yield from (one.__self__, one.__func__)
+    elif isinstance(one, types.MethodType | types.BuiltinFunctionType):  # of a class in C: `rng.random`
+        yield from (one.__self__, getattr(one, "__func__", None))
     elif isinstance(one, staticmethod | classmethod):
         yield one.__func__
     elif isinstance(one, property):

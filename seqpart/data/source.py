@@ -4,7 +4,6 @@ collate_fn."""
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -168,24 +167,28 @@ class SourceReader:
 
     def __init__(self, source: Source) -> None:
         self.source = source
+        self._pass: Draws | None = None
+        self._own = list[Any]()
         self._stream: Iterator[Any] = iter(())
         self._at: tuple[Draws, int] | None = None
         """In a stream: its current pass, and the number of the next item."""
         self._begun = self._ended = 0
         """In a stream: the number of the item with which it began last, and how often it has ended in this pass."""
 
-    @cached_property
-    def _own(self) -> list[Any]:
-        """Generators of the data set's own, found when the first item is read: before a run others have been, which may make
-        them. Those of a stream are left alone: its order may be theirs."""
-        return [] if self.source.streams else own_generators(self.source.items, self.source.collate)
+    def _generators(self, draws: Draws) -> list[Any]:
+        """Generators of the data set's own, found anew in each pass: a callback may replace them. Those of a stream are left
+        alone: its order may be theirs."""
+        if draws != self._pass:
+            self._pass = draws
+            self._own = [] if self.source.streams else own_generators(self.source.items, self.source.collate)
+        return self._own
 
     def read(self, draws: Draws, batch: int, numbers: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         """Yields (x, labels) of the items `numbers`, in order and in pieces; `batch`: number of the pass's collated batch.
 
         Seeds the process's generators. Raises DataError.
         """
-        with left_alone(self._own):
+        with left_alone(self._generators(draws)):
             yield from self._read(draws, batch, numbers)
 
     def _read(self, draws: Draws, batch: int, numbers: Sequence[int]) -> Iterator[tuple[Any, Any]]:
@@ -207,7 +210,7 @@ class SourceReader:
 
     def item(self, draws: Draws, number: int) -> Any:
         """Returns item `number` of the data set. Seeds the process's generators. Raises DataError."""
-        with left_alone(self._own):
+        with left_alone(self._generators(draws)):
             return self._item(draws, number)
 
     def _item(self, draws: Draws, number: int) -> Any:

@@ -99,6 +99,27 @@ def test_a_generator_of_a_data_set_s_own_draws_the_same_in_every_process(items, 
     assert "others each time" not in capsys.readouterr().out
 
 
+def test_a_generator_that_a_callback_makes_for_each_epoch_is_seeded_too(tmp_path):
+    """A run that went on in the middle of an epoch would have drawn otherwise from it, without a word."""
+
+    def remade(name, *, stops=False, resume=None):
+        items = Augmented(None, None)
+
+        def renew(event=None):
+            items.hold = np.random.default_rng()
+            items.draw = items.hold.normal
+
+        renew()
+        on_step = {"on_step": stop} if stops else {}
+        callbacks = [SimpleNamespace(on_epoch=renew, **on_step)]
+        return trained(tmp_path, items, name=name, batch_size=BATCH, save_every=99, callbacks=callbacks, resume=resume)
+
+    whole = remade("whole")
+    with pytest.raises(Interrupted):
+        remade("parted", stops=True)
+    assert bits(whole)[0] == bits(remade("parted", resume=tmp_path / "parted"))[0]
+
+
 def test_generators_of_a_data_set_s_own_go_on_as_if_nothing_had_been_drawn(tmp_path):
     """Each evaluation left the generator of a shared transform where the last had left it, so that a loop of one's own drew the
     same in every epoch; and a loader with the same generator had another order in a second run."""
