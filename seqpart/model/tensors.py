@@ -169,7 +169,7 @@ def run_fake(
     """Runs `module` on the inputs `taken`, with `tensors` in place of its own, and returns its outputs. Raises ModelError if it
     changes shapes or types of its buffers, or makes a parameter in the forward pass. changed: receives the names of tensors
     that it writes into or replaces."""
-    own, before = tensors_of(module), {name: (t._version, t.dtype, t.untyped_storage()._cdata) for name, t in tensors.items()}
+    own, before = tensors_of(module), {name: (t._version, t.dtype, t.untyped_storage()) for name, t in tensors.items()}
     with (
         listed(module, {id(own[name]): tensor for name, tensor in tensors.items() if name in own}),
         with_tensors(module, tensors),
@@ -181,7 +181,7 @@ def run_fake(
             for name, tensor in tensors.items():
                 version, dtype, storage = before[name]
                 # Not a cast, as bitsandbytes makes of a bias: it changes no number.
-                replaced = tensor.untyped_storage()._cdata != storage and tensor.dtype == dtype
+                replaced = tensor.untyped_storage()._cdata != storage._cdata and tensor.dtype == dtype
                 if tensor._version > version or replaced or now.get(name, tensor) is not tensor:
                     changed.add(name)
     if isinstance(output, torch.Tensor):

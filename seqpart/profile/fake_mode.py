@@ -376,14 +376,15 @@ def refuse_changes_by_mode(module: nn.Module, tensors: Mapping[str, torch.Tensor
     call of `train` changes a buffer."""
     if all(type(part).train is nn.Module.train for part in module.modules()):
         return
-    before = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items()}
+    before = {name: tensor.untyped_storage() for name, tensor in tensors.items()}  # alive: no other gets its address
     with Writes() as seen, torch.no_grad():
         module.eval()
         module.train()
     with Writes() as again, torch.no_grad():
         module.train()
-    for name, place in before.items():
-        learns, moved = isinstance(tensors[name], nn.Parameter), tensors[name].untyped_storage()._cdata != place
+    for name, storage in before.items():
+        place, now = storage._cdata, tensors[name].untyped_storage()._cdata
+        learns, moved = isinstance(tensors[name], nn.Parameter), now != place
         if place in again.storages or (learns and (moved or place in seen.storages)):
             raise ModelError(
                 f"its train() or eval() changes {'parameter' if learns else 'buffer'} {name}. An optimizer alone changes "

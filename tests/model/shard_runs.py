@@ -45,3 +45,4 @@ def main(folder):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    os._exit(0)  # torch 2.14's FSDP sometimes aborts on a busy machine, as a thread of its own is left at the very end
